@@ -54,13 +54,14 @@ def bytes_text(num_bytes: float) -> str:
     return f"{size:.0f} B" if unit == "B" else f"{_three_digits(size)} {unit}"
 
 
-def memory_size_text(num_bytes: int) -> str:
-    """A size for `--memory` that is at least `num_bytes`, in whole MiB.
+def memory_text(num_bytes: int) -> str:
+    """A size, and one for `--memory` that is at least as large, in whole MiB.
 
-    >>> memory_size_text(374_096_115), memory_size_text(1000)
-    ('357MiB', '1000B')
+    >>> memory_text(374_096_115), memory_text(1000)
+    ('357 MiB (--memory 357MiB)', '0.98 KiB (--memory 1000B)')
     """
-    return f"{math.ceil(num_bytes / 2**20)}MiB" if num_bytes >= 2**20 else f"{num_bytes}B"
+    whole = f"{math.ceil(num_bytes / 2**20)}MiB" if num_bytes >= 2**20 else f"{num_bytes}B"
+    return f"{bytes_text(num_bytes)} (--memory {whole})"
 
 
 def some_names(names: Collection[str], *, most: int = 3) -> str:

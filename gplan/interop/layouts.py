@@ -59,7 +59,11 @@ def read_layout(text: str, profile: Profile, *, receiver: str) -> Layout:
 # Megatron-LM and verl
 
 _LAYOUT = re.compile(r"parallel[-_]layout[=\s]*[\"'\\]*([EtmL|()*,\d]+)")
-_SIZES = re.compile(r"--(pipeline-model-parallel-size|decoder-(?:first|last)-pipeline-num-layers)[= ]+(\d{1,5})\b")
+_ACCOUNTS = "account-for-{}-in-pipeline-split"  # for the embedding or the loss, which counts as a block
+_SIZES = re.compile(
+    r"--(pipeline-model-parallel-size|decoder-(?:first|last)-pipeline-num-layers|account-for-\w+-in-pipeline-split"
+    r"|num-layers-per-virtual-pipeline-stage|num-virtual-stages-per-pipeline-rank)(?:[=\s\\]+([^-\s]\S*))?"
+)
 _MOST_LETTERS = 100_000  # far more than any model has layers
 _LETTERS = {"E": "embedding", "t": "transformer layer", "m": "multi-token prediction", "L": "loss"}
 
@@ -111,20 +115,27 @@ def _megatron(text: str, names: Sequence[str]) -> tuple[int, ...]:
 
 def _first_and_last(sizes: Mapping[str, str], num_blocks: int) -> list[int]:
     """Blocks of each stage by the arguments from before layouts: equally many, the first and last as given."""
+    for name, value in sizes.items():
+        if "virtual" in name:
+            raise UsageError(
+                f"--{name} gives every rank several stages; expected a layout: --pipeline-model-parallel-layout"
+            )
+        if not name.startswith("account") and not re.fullmatch(r"[1-9]\d{0,4}", value):
+            raise UsageError(f"--{name} is {value or 'without a value'}; expected a whole number of at least 1")
     num_stages = int(sizes["pipeline-model-parallel-size"])
-    given: list[int | None] = [None] * num_stages
-    for name, place in (("first", 0), ("last", -1)):
-        if value := sizes.get(f"decoder-{name}-pipeline-num-layers"):
-            given[place] = int(value)
-    if num_stages < 1 or not (rest := given.count(None)):
-        return [x or 0 for x in given]
-    share, left = divmod(num_blocks - sum(x or 0 for x in given), rest)
+    given, others = [0] * num_stages, [0] * num_stages  # others: what counts as a block and is none
+    for name, part, place in (("first", "embedding", 0), ("last", "loss", -1)):
+        given[place] = int(sizes.get(f"decoder-{name}-pipeline-num-layers", given[place]))
+        others[place] += given[place] == 0 and _ACCOUNTS.format(part) in sizes
+    if not (rest := given.count(0)):
+        return given
+    share, left = divmod(num_blocks + sum(others) - sum(given), rest)
     if left or share < 1:
         raise UsageError(
-            f"{num_blocks} blocks on {num_stages} stages leave {num_blocks - sum(x or 0 for x in given)} for {rest} stages; "
-            "expected equally many on each: give --decoder-first-pipeline-num-layers or a layout"
+            f"{num_blocks} blocks on {num_stages} stages leave {num_blocks + sum(others) - sum(given)} for {rest} stages; "
+            "expected equally many on each: change --decoder-first-pipeline-num-layers or give a layout"
         )
-    return [share if x is None else x for x in given]
+    return [x or share - y for x, y in zip(given, others, strict=True)]
 
 
 def _check_count(letters: str, letter: str, expected: int) -> None:

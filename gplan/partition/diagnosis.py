@@ -18,7 +18,7 @@ import numpy as np
 
 from gplan.core import Constraints, Machine, Plan, Profile, Stage
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
+from gplan.core.units import bytes_text, counted, memory_text, seconds_text
 from gplan.corrections import planned
 from gplan.cost.stage_table import StageTable
 from gplan.partition.candidates import INFINITY, CandidateLimit, TooManyCandidates, candidates_within
@@ -66,8 +66,8 @@ def no_plan_error(
         return NoPlanError(f"{text}; give each device more memory (--memory), use more stages (--k){more}")
     return NoPlanError(
         f"{text}; the smallest memory {'per device ' if machine else ''}that "
-        f"{'fits' if tightest.is_proven else 'was found to fit'} is {bytes_text(tightest.peak_bytes)} "
-        f"(--memory {memory_size_text(tightest.peak_bytes)}), for {_device_text(tightest)}; {remedies}"
+        f"{'fits' if tightest.is_proven else 'was found to fit'} is "
+        f"{memory_text(tightest.peak_bytes)}, for {_device_text(tightest)}; {remedies}"
     )
 
 
@@ -235,7 +235,7 @@ def _need(problem: Problem, machine: Machine | None) -> tuple[bool | None, int |
 
 
 def _needs_text(options: str, need_bytes: int | None) -> str:
-    return f"{options} fits" if need_bytes is None else f"{options} needs {bytes_text(need_bytes)}"
+    return f"{options} fits" if need_bytes is None else f"{options} needs {memory_text(need_bytes)}"
 
 
 def stages_that_fit_text(problem: Problem, machine: Machine | None = None) -> str:
@@ -321,6 +321,5 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     if plan.memory_limit_bytes not in (None, profile.device.memory_bytes):
         setting += f" --memory {plan.memory_limit_bytes}"
     return (
-        f"one device alone ({setting}) would be faster: {seconds_text(step_s)} for the same batch, "
-        f"where these {counted(num_devices, 'device')} take {seconds_text(plan.prediction.step_s)}",
+        f"one device alone ({setting}) would be faster than these {num_devices}: {seconds_text(step_s)} for the same batch",
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
+from types import TracebackType
 
 import msgspec
 import torch
@@ -81,6 +83,28 @@ class Peers:
         """Write why this process ends; "" if it only lost another one."""
         self._is_ended.set()
         _within(_ANSWER_S, lambda: self.store.set(f"failed/{self.rank}", reason))
+
+    def show_equal_errors_once(self) -> None:
+        """From now on, of an exception that ends all ranks alike, only rank 0 prints the traceback."""
+        plain = sys.excepthook
+
+        def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            text, firsts = failure_text(error), list[str | None]()
+            if self.rank and isinstance(error, Exception):
+                _within(_ANSWER_S, lambda: firsts.append(self._awaited("failed/0")))
+            if firsts == [text]:
+                print(f"{self.own_name} ends with the same error as rank 0", file=sys.stderr)
+            else:
+                plain(kind, error, trace)
+            self.report(text)  # afterwards, as torchrun ends the other ranks when one has ended
+
+        sys.excepthook = show
+
+    def _awaited(self, key: str) -> str | None:
+        until_s = time.monotonic() + _SILENCE_S
+        while not self.store.check([key]) and time.monotonic() < until_s:
+            time.sleep(_BEAT_S / 10)
+        return self._read(key)
 
     def lost(self) -> str:
         """Name the process at fault after this one lost a connection: one with a reason, or without signs of life."""

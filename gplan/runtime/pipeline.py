@@ -515,7 +515,10 @@ class Pipeline(StageState):
                     ) from error
             if self._is_loss_new:
                 self._is_loss_new = False
-                check_reduction(loss, output, target, num_rows=part.microbatch_size, expected=self.plan.loss_reduction)
+                self._random_streams.seed(_LOSS_KEY, microbatch)
+                rows, expected = part.microbatch_size, self.plan.loss_reduction
+                with autocast(self.plan.precision, self.device.type):
+                    check_reduction(loss, output, target, value=value.detach(), num_rows=rows, expected=expected)
             return value
 
         return output_fn

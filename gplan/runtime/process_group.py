@@ -258,7 +258,7 @@ def join_process_group(plan: Plan, device: torch.device, *, timeout_s: float) ->
     """
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        init_from_environment(backend_of(device.type), timeout_s=timeout_s)
+        init_from_environment(backend_of(device.type), timeout_s=timeout_s).show_equal_errors_once()
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks == 1:
         return None

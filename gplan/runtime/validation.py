@@ -48,25 +48,34 @@ def checked_loss(loss: Any, *, trains: bool) -> Tensor:
     return loss
 
 
-def check_reduction(loss: Loss, output: Any, target: Any, *, num_rows: int, expected: LossReduction) -> None:
-    """Raise UsageError for a loss that is a sum where the plan expects a mean, or the other way round.
+def check_reduction(
+    loss: Loss, output: Any, target: Any, *, value: Tensor, num_rows: int, expected: LossReduction
+) -> None:
+    """Raise UsageError for a loss that is a sum where the plan expects a mean, or the other way round, or that has a state.
 
-    Either would scale the gradients wrongly. The loss is evaluated for `num_rows` samples and for each half of them.
+    Either reduction would scale the gradients wrongly. `value` is what the loss was for these arguments and random numbers. The loss is evaluated for `num_rows` samples and for each half of them.
     A loss that is neither, that does not depend on the samples, or that takes no other outputs passes.
     """
-    if num_rows < 2:
-        return
     half = num_rows // 2
     parts = (slice(0, half), slice(half, num_rows))
     try:
         with torch.no_grad():
             of_all = loss(output, target).detach()  # has a graph if the model computed the loss
+            if abs(float(of_all) - float(value)) > (tolerance := loss_tolerance(of_all)):
+                raise UsageError(
+                    f"the loss is {float(value):.6g} and then {float(of_all):.6g} for the same output and targets: it keeps values from "
+                    "call to call, or writes into them; keep such values in buffers of the model, which returns what the loss needs"
+                )
+            if num_rows < 2:
+                return
             first, second = (
                 float(loss(take_rows(output, x, num_rows), take_rows(target, x, num_rows)).detach()) for x in parts
             )
+    except UsageError:
+        raise
     except Exception:  # the loss takes only the model's own outputs, or only this many samples
         return
-    whole, tolerance = float(of_all), loss_tolerance(of_all)
+    whole = float(of_all)
     fitting = fitting_reductions(whole, [first, second], num_rows, tolerance=tolerance)
     if not fitting or expected in fitting or abs(first - second) <= tolerance * abs(second):
         return

@@ -19,7 +19,7 @@ from typing import Any, cast
 from gplan.core import OBJECTIVES, Alternative, Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
-from gplan.core.units import bytes_text, counted, memory_size_text, seconds_text
+from gplan.core.units import bytes_text, counted, memory_text, seconds_text
 from gplan.cost.reserved_bytes import beside_bytes, bytes_over, with_reserved
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of, balance_fixed
@@ -394,7 +394,7 @@ def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s:
     with suppress(TooManyCandidates):
         at_all += f"; {stages_that_fit_text(problem)}" if tries_one_k and not problem.has_chunks else ""
     return NoPlanError(
-        f"{at_all}; the closest that was found needs {bytes_text(peak_bytes)} (--memory {memory_size_text(peak_bytes)}): "
+        f"{at_all}; the closest that was found needs {memory_text(peak_bytes)}: "
         f"{counted(problem.num_devices, 'device')}, {counted(problem.num_microbatches, 'micro-batch')} of "
         f"{problem.costs.profile.microbatch_sizes[0]}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}"
     )

@@ -238,7 +238,16 @@ def test_layouts_are_read_from_texts_and_files(receiver: str, text: str) -> None
     assert read_layout(text, language_model(4), receiver=receiver).cuts == (3, 4)
 
 
+def test_embedding_and_loss_may_count_as_blocks() -> None:
+    text = "--pipeline-model-parallel-size 3 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    assert read_layout(text, language_model(4), receiver="megatron").cuts == (2, 4)  # 1, 2 and 1 blocks
+
+
+OLDER = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers"
 WRONG = [
+    ("megatron", f"{OLDER} $FIRST", "--decoder-first-pipeline-num-layers is $FIRST; expected a whole number"),
+    ("megatron", f"{OLDER} --bf16", "--decoder-first-pipeline-num-layers is without a value; expected a whole number"),
+    ("megatron", f"{OLDER} 2 \\\n --num-virtual-stages-per-pipeline-rank 2", "gives every rank several stages"),
     ("megatron", "Ett|t|L", "the layout has 3 t (transformer layer); the profile has 4; add t"),
     ("megatron", "Ett|x|ttL", "'x' at place 4 of the layout written out"),
     ("megatron", "Et*999999999|tL", "repetitions in the layout write 999,999,999 letters"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 import gplan
 from gplan.core import Constraints
 from gplan.core.errors import NoPlanError
-from gplan.core.units import bytes_text
+from gplan.core.units import bytes_text, parse_bytes
 from gplan.partition import diagnosis, memory_feasibility
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.diagnosis import feasibility_by_num_devices, is_feasible, no_plan_error, tightest_device
@@ -76,7 +77,7 @@ def test_the_message_names_the_smallest_memory_the_stage_and_the_smallest_k() ->
     text = str(no_plan_error(problem))
     assert "8 layers into 2 stages fits 2.44 KiB per device" in text
     assert "the smallest memory that fits is 3.91 KiB (--memory 4000B), for stage 0 (layers: a … d (4))" in text
-    assert text.endswith("--k 4 --microbatches 1 needs 1.95 KiB")
+    assert text.endswith("--k 4 --microbatches 1 needs 1.95 KiB (--memory 2000B)")
 
 
 def test_the_smallest_k_may_be_smaller_than_the_one_asked_for() -> None:
@@ -136,7 +137,7 @@ def test_two_remedies_are_named_together_only_where_one_is_not_enough() -> None:
     problem = make_problem([1] * 4, num_stages=2, num_microbatches=8, stash_bytes=100, output_bytes=10)
     one, other, both = (
         "--schedule 1f1b needs 330 B",
-        "--recompute always needs 350 B",
+        "--recompute always needs 350 B (--memory 350B)",
         "--schedule 1f1b --recompute always needs",
     )
 
@@ -175,7 +176,7 @@ def test_options_that_fit_with_another_number_of_stages_are_among_what_fits() ->
         )  # fmt: skip
         return str(no_plan_error(problem))
 
-    assert text(360).endswith("; what fits: --recompute always --k 4 --microbatches 8 needs 360 B")
+    assert text(360).endswith("; what fits: --recompute always --k 4 --microbatches 8 needs 360 B (--memory 360B)")
     assert "what fits" not in text(160) and "with --recompute always no number of stages fits" in text(160)
 
 
@@ -216,3 +217,20 @@ def test_the_k_for_many_cuts_counts_devices(num_cuts: int, enough: int) -> None:
     problem = replace(problem, constraints=Constraints(cut_after=tuple("abcdefg"[:num_cuts])))
     text = f"--cut-after asks for {num_cuts} cuts, so {num_cuts + 1} stages; expected fewer cuts, or --k {enough}"
     assert str(no_plan_error(problem)) == text
+
+
+def test_proposed_memory_is_enough() -> None:
+    # 2.41 KiB was proposed where 2,468 bytes are needed.
+    profile = make_profile([1.0] * 4, stash_bytes=617)
+    with pytest.raises(NoPlanError) as caught:
+        gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="gpipe", memory_bytes=2_000)
+    proposals = re.findall(r"((?:--[a-z]+ \S+ )*)(?:needs|is) [^(]*\(--memory (\w+)\)", str(caught.value))
+    assert len(proposals) > 1
+    for options, memory in proposals:
+        found = dict(re.findall(r"--([a-z]+) (\S+)", options))
+        dials: dict[str, Any] = {
+            "schedule": found.get("schedule", "gpipe"),
+            "recompute": found.get("recompute", "never"),
+        }
+        k, m = int(found.get("k", 2)), int(found.get("microbatches", 4))
+        gplan.balance(profile, num_devices=k, num_microbatches=m, memory_bytes=parse_bytes(memory), **dials)

@@ -27,8 +27,9 @@ def test_a_plan_that_one_device_beats_says_by_how_much(profile: Profile, is_told
     plan = gplan.balance(profile, num_devices=2, num_microbatches=4)
     alone = gplan.balance(profile, num_devices=1, num_microbatches=4)
     assert (alone.prediction.step_s < plan.prediction.step_s) is is_told
-    said = "48.0 s for the same batch, where these 2 devices take"
+    said = "48.0 s for the same batch"
     assert [said in x for x in notes_of(plan)] == [True] * is_told
+    assert all(seconds_text(plan.prediction.step_s) not in x for x in notes_of(plan))  # the virtual engine's is another
     assert not notes_of(alone)
 
 
@@ -42,7 +43,7 @@ def test_one_device_alone_is_not_slowed_by_the_neighbours_that_two_devices_have(
     plan = gplan.balance(crowded, num_devices=2, num_microbatches=4)
     alone = gplan.balance(crowded, num_devices=1, num_microbatches=4)
     assert plan.shares_host
-    told = f"{seconds_text(alone.prediction.step_s)} for the same batch, where these 2 devices take"
+    told = f"{seconds_text(alone.prediction.step_s)} for the same batch"
     assert [told in x for x in notes_of(plan)] == [True]
 
 
@@ -50,7 +51,7 @@ def test_a_search_says_it_too_and_counts_the_replicas_batch() -> None:
     plan = search(SLOW, num_devices=2, num_microbatches=4, schedule="gpipe", recompute="never")
     assert len(notes_of(plan)) == 1
     twice = gplan.balance(SLOW, num_devices=2, num_microbatches=4, num_replicas=2)
-    assert ["96.0 s" in x and "these 4 devices" in x for x in notes_of(twice)] == [True]
+    assert ["96.0 s" in x and "than these 4" in x for x in notes_of(twice)] == [True]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -322,7 +324,9 @@ class LateByOwnLog(Scheduled):
     ],
 )
 def test_forward_whose_path_depends_on_its_calls_is_refused(kind: type[Scheduled], name: str) -> None:
-    with pytest.raises(ModelError, match=rf"counts in {name} and reads it \(test_capture_side_effects.py, line"):
+    with pytest.raises(
+        ModelError, match=rf"changes {name} at every call and reads it \(test_capture_side_effects.py, line"
+    ):
         capture(kind(), ROWS)
 
 
@@ -334,7 +338,9 @@ def test_hook_whose_work_depends_on_its_calls_is_refused() -> None:
 
     model = nn.Linear(4, 4)
     model.register_forward_hook(Schedule().double_late)
-    with pytest.raises(ModelError, match=r"counts in .*count and reads it \(test_capture_side_effects.py, line"):
+    with pytest.raises(
+        ModelError, match=r"changes .*count at every call and reads it \(test_capture_side_effects.py, line"
+    ):
         capture(Around(model), ROWS)
 
 
@@ -366,8 +372,138 @@ class LoggingAndLate(Logging):
 def test_forward_that_only_counts_is_captured() -> None:
     assert len(capture(Scheduled(), ROWS)) == 1
     assert len(capture(Logging(), ROWS)) == 1
-    with pytest.raises(ModelError, match="counts in step and reads it"):
+    with pytest.raises(ModelError, match="changes step at every call and reads it"):
         capture(LoggingAndLate(), ROWS)
+
+
+class Late(nn.Module):
+    """Has a linear layer, which is doubled where a function returns True."""
+
+    def __init__(self, is_late: Callable[[Late, Tensor], bool]) -> None:
+        super().__init__()
+        self.linear, self.is_late = nn.Linear(4, 4), is_late
+        self.history: list[float] = []
+        self.recent = deque[float](maxlen=500)
+        self.turns, self.ones = itertools.cycle([False] * 50 + [True]), (x for x in [1] * 50)
+        self.text, self.by_shape, self.table = "", dict[object, Tensor](), {"calls": 0, "limit": 100}
+        self.last: object = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (2 if self.is_late(self, x) else 1)
+
+
+def by_length(module: Late, x: Tensor) -> bool:
+    module.history.append(x.shape[0])
+    return len(module.history) > 100
+
+
+def by_sum(module: Late, _x: Tensor) -> bool:
+    module.history += [1.0]
+    return sum(module.history) > 100
+
+
+def by_deque(module: Late, _x: Tensor) -> bool:
+    recent = module.recent
+    recent.append(1.0)
+    return len(recent) > 100
+
+
+def by_keys(module: Late, x: Tensor) -> bool:
+    module.by_shape[object()] = x.detach()
+    return len(module.by_shape) > 100
+
+
+def by_entry(module: Late, _x: Tensor) -> bool:
+    module.table["calls"] += 1
+    return any(x > 100 for x in module.table.values())
+
+
+def by_iterator(module: Late, _x: Tensor) -> bool:
+    return next(module.turns)
+
+
+def by_generator(module: Late, _x: Tensor) -> bool:
+    return next(module.ones, None) is None
+
+
+def by_text(module: Late, _x: Tensor) -> bool:
+    module.text = module.text + "x"
+    return len(module.text) > 100
+
+
+def by_computed_names(module: Late, x: Tensor) -> bool:
+    name = f"count{x.dim()}"
+    setattr(module, name, getattr(module, name, 0) + 1)
+    return getattr(module, name) > 100  # type: ignore[no-any-return]
+
+
+def by_attributes(module: Late, x: Tensor) -> bool:
+    vars(module)[f"count{x.dim()}"] = vars(module).get(f"count{x.dim()}", 0) + 1
+    return vars(module)["count2"] > 100  # type: ignore[no-any-return]
+
+
+def by_default(module: Late, _x: Tensor, seen_rows: list[int] = []) -> bool:  # noqa: B006 - what is refused
+    seen_rows.append(module.linear.in_features)
+    return len(seen_rows) > 100
+
+
+@pytest.mark.parametrize("around", [Around, lambda x: nn.Sequential(x, nn.Linear(4, 4))], ids=["traced", "sequence"])
+@pytest.mark.parametrize(
+    ("is_late", "name"),
+    [
+        (by_length, "history"),
+        (by_sum, "history"),
+        (by_deque, "recent"),
+        (by_keys, "by_shape"),
+        (by_entry, r"table\['calls'\]"),
+        (by_iterator, "turns"),
+        (by_generator, "ones"),
+        (by_text, "text"),
+        (by_computed_names, "count2"),
+        (by_attributes, "count2"),
+        (by_default, "seen_rows"),
+    ],
+)
+def test_forward_that_reads_what_every_call_changes_is_refused(
+    is_late: Callable[[Late, Tensor], bool], name: str, around: Callable[[nn.Module], nn.Module]
+) -> None:
+    with pytest.raises(
+        ModelError, match=rf"changes .*\b{name} at every call and reads it \(test_capture_side_effects.py"
+    ):
+        capture(around(Late(is_late)), ROWS)
+
+
+def log_lately(module: Late, x: Tensor) -> bool:
+    """Keeps a window of numbers for the training script."""
+    module.history.append(x.shape[0])
+    if len(module.history) > 2:
+        module.history.pop(0)
+    setattr(module, f"count{len('ab')}", x.shape[0])
+    module.table["calls"] += 1
+    return module.table["limit"] < 100
+
+
+def keep_last(module: Late, x: Tensor) -> bool:
+    module.last = (x.detach(), x.shape[0], f"{x.shape}")
+    return module.last is None
+
+
+def cache_by_shape(module: Late, x: Tensor) -> bool:
+    key = (*x.shape, x.dtype)
+    if key not in module.by_shape:
+        module.by_shape[key] = torch.arange(x.shape[0])
+        module.text = f"{len(module.by_shape)} shapes"
+    return len(module.by_shape[key]) == 0 or len(module.text) > 100
+
+
+@pytest.mark.parametrize("around", [Around, lambda x: nn.Sequential(x, nn.Linear(4, 4))], ids=["traced", "sequence"])
+@pytest.mark.parametrize("is_late", [log_lately, keep_last, cache_by_shape])
+def test_forward_that_keeps_what_it_does_not_read_or_what_settles_is_captured(
+    is_late: Callable[[Late, Tensor], bool], around: Callable[[nn.Module], nn.Module]
+) -> None:
+    model = around(Late(is_late))
+    chain = capture(model, ROWS)
+    assert torch.equal(chain.model_output(chain.stage(0, len(chain))(ROWS)), model(ROWS))
 
 
 def halve(gradient: Tensor) -> Tensor:
@@ -536,7 +672,7 @@ def by_own_generator(module: Remembering, x: Tensor) -> Tensor:
     ("remember", "text"),
     [
         (by_attribute, r"keeps values from call to call \(its forward sets latest\)"),
-        (by_list, r"keeps values from call to call \(its forward sets history\)"),
+        (by_list, r"changes history at every call and reads it \(test_capture_side_effects.py, line"),
         (by_global, "keeps values from call to call, or draws"),
         (by_own_generator, "a generator of its own"),
     ],

@@ -457,3 +457,11 @@ def test_file_of_a_package_gets_the_name_of_its_module(tmp_path: Path) -> None:
     (package / "net.py").write_text("from . import parts\n")
     with pytest.raises(ModelError, match=rf"in the folder {tmp_path}, .*: mine.models.net$"):
         load_model_file(str(package / "net.py"))
+
+
+def test_a_name_behind_a_dot_is_written_behind_a_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dotted_net.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"; write dotted_net:Net$"):
+        load_model_file("dotted_net.Net")
+    assert load_model_file("dotted_net:Net").model.in_features == 3

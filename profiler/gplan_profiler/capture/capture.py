@@ -43,7 +43,7 @@ from gplan_profiler.capture.python_state import StateError, changed_state_refuse
 from gplan_profiler.capture.sequence import SequentialChain
 from gplan_profiler.capture.state_readings import may_draw, repeat_state_readings, without_repeats
 from gplan_profiler.capture.trace import Trace
-from gplan_profiler.capture.tracing_ways import captured_in_steps
+from gplan_profiler.capture.tracing_ways import captured_in_steps, check_calls
 from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.torch_compat import autocast_replaced, pytree, replaced
 
@@ -95,7 +95,8 @@ def capture(
                     ) from error
         if chain is None or (is_sequence and granularity == "auto" and (chain.traced or not chain.divided)):
             with changed_state_refused(loss, model):
-                chain = SequentialChain(model, inputs)  # type: ignore[arg-type]
+                chain = sequence = SequentialChain(model, inputs)  # type: ignore[arg-type]
+            check_calls(model, inputs, sequence.readings, compared=traced is None)
     chain.precision = precision
     return chain
 

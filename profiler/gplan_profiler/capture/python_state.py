@@ -1,9 +1,11 @@
-"""State in Python, outside a model's modules, that a forward changes: a global list of auxiliary losses, a counter.
+"""State in Python that a forward changes: a counter, a list that grows, an iterator, a global list of auxiliary losses.
 
-A trace runs a forward once, so in training the state stays as it was then; and each stage is in another process. What a
-function can read is found by the names in its code: globals, closures, default arguments, and from there attributes,
-entries of containers and the functions that it can call. Not found: names that code computes (`getattr`), and state
-inside other libraries, of which `_NOT_FOLLOWED` are some.
+A trace runs a forward once, so in training the state stays as it was then; a child of a sequence runs for each
+micro-batch, and again where it is recomputed; and each stage is in another process. What code can read is found by the
+names in it: globals, closures, default arguments, and from there attributes, entries of containers and the functions
+that it can call. A forward is refused for state that every call changes, also with inputs that it had just before, and
+that its code reads by name, or by a name that it computes (`getattr`). A cache or a last result settles, and is accepted.
+Not found is state inside other libraries, of which `_NOT_FOLLOWED` are some.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
@@ -36,15 +39,15 @@ _MOST_ENTRIES = 1_000  # of one container
 _LOGS = frozenset({
     "print", "warn", "debug", "info", "warning", "error", "critical", "log", "log_dict", "add_scalar", "add_scalars", "add_histogram",
 })  # fmt: skip
-_KEY_AT_END = re.compile(r"\['([^']+)'\]$")
-_NUMBERS = (bool, int, float, complex, type(None))
+_END_OF_PATH = re.compile(r"([^.\[\]]+)(?:\[[^\[\]]*\])*?(?:\[([^\[\]]*)\])?$")  # a name, and the key of an entry
+_MOST_CHARACTERS = 40  # of a key
 _RESTORED = (list, dict, set, deque, defaultdict, OrderedDict)
 _IN_CLASSES = (staticmethod, classmethod, property)  # beside functions
 _CONTAINERS = (list, tuple, deque, set, frozenset)
 _NOT_FOLLOWED = frozenset({"torch", "numpy", "transformers", "gplan", "gplan_profiler", *sys.stdlib_module_names})
 
 State: TypeAlias = dict[str, tuple[object, object]]
-"""By the path in Python: a number or a tensor, and what changes when it is written."""
+"""By the path in Python: a plain value, a tensor, a container or an iterator, and what changes when it does."""
 
 
 _Functions: TypeAlias = list[tuple[FunctionType, set[str]]]
@@ -52,7 +55,7 @@ _Functions: TypeAlias = list[tuple[FunctionType, set[str]]]
 
 
 class StateError(ModelError):
-    """A loss reads what a forward changes, or a forward counts its calls."""
+    """A loss reads what a forward changes, or a forward what it changes at every call."""
 
 
 @contextmanager
@@ -64,8 +67,9 @@ def changed_state_refused(loss: Callable[..., Any] | None, model: nn.Module) -> 
     roots = {} if loss is None else {"": loss}
     before = read_state(roots, model)
     yield
-    changed = next(_changed(before, read_state(roots, model)), None)
-    if changed is not None:
+    for changed, value in _changed(before, read_state(roots, model)):
+        if isinstance(value, Iterator):
+            continue
         raise StateError(
             f"the loss reads {changed}, which the forward of {type(model).__name__} changes, in a process of its own in training: "
             "return what the loss needs from the model's forward, as a second output"
@@ -73,23 +77,43 @@ def changed_state_refused(loss: Callable[..., Any] | None, model: nn.Module) -> 
 
 
 @contextmanager
-def counters_refused(model: nn.Module) -> Iterator[None]:
-    """Raise StateError after the block, which traces the model's forward, if that counts in a number and reads it."""
+def readings_of_changes(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Inside, the model's forward runs once; then the dict has the state that it changed and reads: path to line."""
+    found: dict[str, str] = {}
+    before = read_state(_code_of(model), model)
+    yield found
     roots = _code_of(model)
-    before = {**read_state(roots, model), **_numbers_of(model)}
-    yield
-    after = {**read_state(roots, model), **_numbers_of(model)}
     functions: _Functions | None = None
-    for path in _changed(before, after):
-        if not all(isinstance(x[path][0], int | float) for x in (before, after) if path in x):
+    for path, value in _changed(before, read_state(roots, model)):
+        if not isinstance(value, Tensor):
+            functions = functions or _called(roots, model)
+            line = _line_of_reading(functions, path, is_written=isinstance(value, Iterator))
+            if line is not None:
+                found[path] = line
+
+
+def check_settled(model: nn.Module, call: Callable[[bool], object], readings: Mapping[str, str]) -> None:
+    """Raise StateError if the model's forward changes one of some states at every call.
+
+    `call` calls the model, with the same inputs or, given True, with others.
+    """
+    if not readings:
+        return
+    states = []
+    for is_other in (False, True, False, False):
+        try:
+            call(is_other)
+        except Exception:  # of inputs that are not valid, or where an iterator ends
             continue
-        functions = functions or _called(roots, model)
-        line = _line_of_reading(functions, _last_name(path))
-        if line is not None:
+        finally:
+            states.append(read_state(_code_of(model), model))
+    for path, _ in _changed(*states[-2:]):
+        if path in readings:
             raise StateError(
-                f"the forward of {type(model).__name__} counts in {path} and reads it ({line}); layers are traced once, so "
-                "that in training it would keep the value that it had then: pass the number to the model as an input, or "
-                "keep it in a registered buffer that operations read, as in torch.where(self.step < 100, x, y)"
+                f"the forward of {type(model).__name__} changes {path} at every call and reads it ({readings[path]}); layers are "
+                "traced once, or run again for every micro-batch and recompute, so that in training it would have another value: "
+                "pass it to the model as an input, or keep it in a registered buffer that operations read, as in "
+                "torch.where(self.step < 100, x, y)"
             )
 
 
@@ -122,28 +146,10 @@ def _code_of(model: nn.Module) -> dict[str, object]:
         if _is_followed(type(module).__module__):
             found[type(module).__name__] = type(module)
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        own = {
-            name: x for name, x in module.__dict__.items() if name not in OF_EVERY_MODULE and not isinstance(x, PLAIN)
-        }
+        own = {name: x for name, x in module.__dict__.items() if name not in OF_EVERY_MODULE}
         own.update((f"a hook of {path or type(module).__name__}", x) for x in hooks)
         found.update((f"{path}.{name}".lstrip("."), x) for name, x in own.items())
     return found
-
-
-def _numbers_of(model: nn.Module) -> State:
-    """The modules' attributes that are numbers, by path."""
-    return {
-        f"{path}.{name}".lstrip("."): (value, (type(value), repr(value)))
-        for path, module in model.named_modules()
-        for name, value in module.__dict__.items()
-        if isinstance(value, _NUMBERS)
-    }
-
-
-def _last_name(path: str) -> str:
-    """The attribute, or the key of the entry, at the end of a path in Python."""
-    key = _KEY_AT_END.search(path)
-    return path.rpartition(".")[2] if key is None else key[1]
 
 
 def _called(roots: Mapping[str, object], model: nn.Module) -> _Functions:
@@ -159,7 +165,7 @@ def _called(roots: Mapping[str, object], model: nn.Module) -> _Functions:
         for path, x in _parts("", kind):
             wrapped = [y for _, y in _parts(path, x)] if isinstance(x, _IN_CLASSES) else [x]
             for function in wrapped:
-                names.get(id(function), set()).add(_last_name(path))
+                names.get(id(function), set()).add(path.rpartition(".")[2])
     while True:
         called = [
             (x, names[id(x)])
@@ -183,94 +189,156 @@ def _is_no_method(function: FunctionType) -> bool:
     return not owner or owner.endswith("<locals>")
 
 
-def _line_of_reading(functions: _Functions, name: str) -> str | None:
-    """Where one of some functions reads a name by which one of them counts (`x += 1`, `x = x + 1`); None: nowhere.
+def _line_of_reading(functions: _Functions, path: str, *, is_written: bool) -> str | None:
+    """Where one of some functions reads the state at the end of a path; unless `is_written` by name, also a computed name.
 
-    Reading it for a message alone does not count, unless the author's own code takes the message.
+    Reading it to change it (`x += 1`, `x.append(y)`) does not count, nor for a message, unless the author's own code takes
+    the message.
     """
-    counts, line = False, None
+    end = _END_OF_PATH.search(path)
+    state = _Named(*end.groups()) if end else _Named(path, None)
+    lines = dict[bool, str]()
     logs = _LOGS.difference(*(names for x, names in functions if is_authors(x.__code__.co_filename)))
     for function, _ in functions:
         try:
-            lines, first = inspect.getsourcelines(function)
-            tree = ast.parse(textwrap.dedent("".join(lines)))
+            source, first = inspect.getsourcelines(function)
+            tree = ast.parse(textwrap.dedent("".join(source)))
         except (OSError, TypeError, SyntaxError):  # code without a file
             continue
-        updates = [x for x in ast.walk(tree) if _is_update(x, name)]
-        counts |= bool(updates)
-        without_effect = [*updates, *(x for x in ast.walk(tree) if isinstance(x, ast.stmt) and _only_logs(x, logs))]
-        own = {id(y) for x in without_effect for y in ast.walk(x)}
-        found = next((x for x in ast.walk(tree) if id(x) not in own and _is_read(x, name)), None)
-        if found is not None and line is None:
-            place = first + getattr(found, "lineno", 1) - 1
-            line = f"{Path(function.__code__.co_filename).name}, line {place}"
-    return line if counts else None
+        nodes = [*ast.walk(tree)]
+        is_written |= any(state.is_changed_by(x) for x in nodes)
+        without_effect = [x for x in nodes if state.has_no_effect(x, logs)]
+        own = {id(y) for x in without_effect for y in ast.walk(x)} | {
+            id(_read_from(x)) for x in nodes if state.is_other(x)
+        }
+        for node in nodes:
+            is_computed = _is_computed(node)
+            if id(node) not in own and (is_computed or state.is_read_by(node)) and is_computed not in lines:
+                place = first + getattr(node, "lineno", 1) - 1
+                lines[is_computed] = f"{Path(function.__code__.co_filename).name}, line {place}"
+    return lines.get(False) or (None if is_written else lines.get(True))
 
 
-def _only_logs(statement: ast.stmt, logs: Set[str]) -> bool:
-    """Whether a statement only writes messages, such as `if self.step % 100 == 0: print(self.step)`."""
-    if isinstance(statement, ast.If):
-        return all(_only_logs(x, logs) for x in (*statement.body, *statement.orelse))
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    return isinstance(call, ast.Call) and _name_of(call.func) in logs
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """State as code names it: a variable, an attribute, or an entry of one."""
+
+    name: str
+    key: str | None  # as Python writes it
+
+    def is_meant_by(self, node: ast.AST) -> bool:
+        """Whether an expression is the state, or may be."""
+        if isinstance(node, ast.Subscript):
+            key = _constant(node.slice)
+            is_ours = self.key is not None and self.key[:1] in "'\"" and key == self.key  # of a container by any name
+            return is_ours or (key in (None, self.key) and self.is_meant_by(node.value))
+        return (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)) == self.name
+
+    def is_other(self, node: ast.AST) -> bool:
+        """Whether a node reads another entry of the same container."""
+        key = _constant(node.slice) if isinstance(node, ast.Subscript) else _constant_argument(node, "get", 0)
+        return key not in (None, self.key)
+
+    def is_changed_by(self, node: ast.AST) -> bool:
+        """Whether a node changes the state and nothing else."""
+        if isinstance(node, ast.AugAssign | ast.AnnAssign):
+            return self.is_meant_by(node.target)
+        if isinstance(node, ast.Assign | ast.Delete):
+            return all(map(self.is_meant_by, node.targets))
+        call = node.value if isinstance(node, ast.Expr) else node
+        if not isinstance(call, ast.Call):
+            return False
+        is_dropped = call is not node and isinstance(call.func, ast.Attribute)
+        return self._is(_constant_argument(call, "setattr", 1)) or (is_dropped and self.is_meant_by(_read_from(call)))
+
+    def is_read_by(self, node: ast.AST) -> bool:
+        """Whether a node reads the state."""
+        if self._is(_constant_argument(node, "getattr", 1)) or self._is(_constant_argument(node, "get", 0)):
+            return True
+        return isinstance(getattr(node, "ctx", None), ast.Load) and self.is_meant_by(node)
+
+    def has_no_effect(self, node: ast.AST, logs: Set[str]) -> bool:
+        """Whether a node only changes the state or writes messages, as `if self.step % 100 == 0: print(self.step)`."""
+        if isinstance(node, ast.If):
+            return all(self.has_no_effect(x, logs) for x in (*node.body, *node.orelse))
+        call = node.value if isinstance(node, ast.Expr) else None
+        is_log = isinstance(call, ast.Call) and _name_of(call.func) in logs
+        return (
+            is_log
+            or self.is_changed_by(node)
+            or (_is_call(node, "setattr", 2) and _constant_argument(node, "setattr", 1) is None)
+        )
+
+    def _is(self, text: str | None) -> bool:
+        return text is not None and text in (self.key, repr(self.name))
 
 
-def _is_update(node: ast.AST, name: str) -> bool:
-    if isinstance(node, ast.AugAssign):
-        return _name_of(node.target) == name
-    if isinstance(node, ast.Assign):
-        return any(_name_of(x) == name for x in node.targets) and any(_is_read(x, name) for x in ast.walk(node.value))
-    if isinstance(node, ast.Call) and _name_of(node.func) == "setattr":
-        return _text_at(node, 1) == name and any(_is_read(x, name) for x in ast.walk(node))
-    return False
+def _is_computed(node: ast.AST) -> bool:
+    """Whether a node reads an attribute by a name that code computes."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "__dict__"
+    return _is_call(node, "vars", 1) or (
+        _is_call(node, "getattr", 2) and _constant_argument(node, "getattr", 1) is None
+    )
 
 
-def _is_read(node: ast.AST, name: str) -> bool:
-    if isinstance(node, ast.Call) and _name_of(node.func) in ("getattr", "get"):
-        return name in (_text_at(node, 0), _text_at(node, 1))
-    return isinstance(getattr(node, "ctx", None), ast.Load) and _name_of(node) == name
+def _read_from(node: ast.AST) -> ast.AST:
+    """The container of an entry, or the object of a method's call."""
+    return (
+        node.func.value
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        else getattr(node, "value", node)
+    )
+
+
+def _is_call(node: ast.AST, name: str, num_arguments: int) -> bool:
+    return isinstance(node, ast.Call) and _name_of(node.func) == name and len(node.args) >= num_arguments
 
 
 def _name_of(node: ast.AST) -> str | None:
-    """The name of a variable or an attribute, or the key of an entry."""
-    if isinstance(node, ast.Subscript):
-        return node.slice.value if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str) else None
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
 
 
-def _text_at(call: ast.Call, place: int) -> str | None:
-    """The argument at a place if it is a constant text."""
-    found = call.args[place] if place < len(call.args) else None
-    return found.value if isinstance(found, ast.Constant) and isinstance(found.value, str) else None
+def _constant(node: ast.AST) -> str | None:
+    """A constant as Python writes it; None for other expressions."""
+    return f"{node.value!r:.{_MOST_CHARACTERS}}" if isinstance(node, ast.Constant) else None
+
+
+def _constant_argument(node: ast.AST, name: str, place: int) -> str | None:
+    """The argument at a place of a call of a function or method of this name."""
+    return _constant(node.args[place]) if _is_call(node, name, place + 1) else None  # type: ignore[attr-defined]
 
 
 def read_state(roots: Mapping[str, object], model: nn.Module) -> State:
-    """All numbers and tensors that can be read from some objects."""
+    """All plain values, tensors, containers and iterators that can be read from some objects."""
     found: State = {}
     for path, value in _reachable(roots, model):
         if isinstance(value, Tensor):
             found.setdefault(path, (value, (id(value), 0 if value.is_inference() else value._version)))
-        elif isinstance(value, _NUMBERS):
+        elif isinstance(value, PLAIN):
             found.setdefault(path, (value, (type(value), repr(value))))
+        elif isinstance(value, (dict, *_CONTAINERS)):
+            found.setdefault(path, (value, len(value)))
+        elif isinstance(value, Iterator) and not hasattr(value, "__dict__") and path[-1:] != "]":
+            found.setdefault(path, (value, object()))  # one of Python itself, which does not show its place
     return found
 
 
-def _changed(before: State, after: State) -> Iterator[str]:
-    """Paths with another value than before, or with one that was not there."""
-    for path, (_, mark) in after.items():
+def _changed(before: State, after: State) -> Iterator[tuple[str, object]]:
+    """Paths with another value than before, or with one that was not there; and the value."""
+    for path, (value, mark) in after.items():
         if path not in before or before[path][1] != mark:
-            yield path
+            yield path, value
 
 
 def _reachable(roots: Mapping[str, object], model: nn.Module) -> Iterator[tuple[str, object]]:
     """Every value that can be reached, with its path, the nearest first."""
     seen: dict[int, object] = {id(x): x for x in model.modules()}  # the objects too, so that no id is used again
+    most = len(seen) + _MOST_VALUES
     queue = deque(roots.items())
-    for _ in range(_MOST_VALUES):
-        if not queue:
-            return
+    while queue and len(seen) < most:
         path, value = queue.popleft()
-        if isinstance(value, _NUMBERS):
+        if isinstance(value, PLAIN):
             yield path, value
             continue
         if id(value) in seen:
@@ -282,14 +350,14 @@ def _reachable(roots: Mapping[str, object], model: nn.Module) -> Iterator[tuple[
 
 def _parts(path: str, value: Any) -> Iterator[tuple[str, object]]:
     """What can be read from a value at once."""
-    if isinstance(value, (Tensor, str, bytes, ModuleType)):
+    if isinstance(value, Tensor | ModuleType):
         return
     if isinstance(value, FunctionType):
         yield from _of_function(value)
     elif isinstance(value, MethodType):
         yield from ((path, x) for x in (value.__func__, value.__self__))
     elif isinstance(value, BuiltinMethodType):
-        yield path, value.__self__
+        yield f"{path}.__self__", value.__self__  # called by its name, not read
     elif isinstance(value, partial):
         yield from ((path, x) for x in (value.func, value.args, value.keywords))
     elif isinstance(value, staticmethod | classmethod):
@@ -297,7 +365,7 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(value, property):
         yield from ((path, x) for x in (value.fget,) if x is not None)
     elif isinstance(value, ContextVar):
-        yield f"{value.name}.get()", value.get(None)
+        yield value.name, value.get(None)
     elif isinstance(value, type):
         if not _is_followed(value.__module__):
             return
@@ -308,7 +376,7 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, object]]:
     else:
         if isinstance(value, dict):
             entries = list(value.items())[:_MOST_ENTRIES]
-            yield from ((f"{path}[{key!r:.40}]", x) for key, x in entries)
+            yield from ((f"{path}[{key!r:.{_MOST_CHARACTERS}}]", x) for key, x in entries)
         elif isinstance(value, _CONTAINERS):
             entries = list(value)[:_MOST_ENTRIES]
             yield from ((f"{path}[{place}]", x) for place, x in enumerate(entries))
@@ -336,7 +404,8 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, object]]:
             yield name, cell.cell_contents
         except ValueError:  # not set yet
             continue
-    yield from (("a default argument", x) for x in (function.__defaults__ or ()))
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
     yield from ((f"{function.__name__}.{name}", x) for name, x in list(vars(function).items()))
     names = names_in(function.__code__)

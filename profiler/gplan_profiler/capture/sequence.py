@@ -31,6 +31,7 @@ from gplan_profiler.capture.chain import (
 )
 from gplan_profiler.capture.module_attributes import assigned_since, attributes_of, attributes_restored
 from gplan_profiler.capture.moving_averages import RecordedCall, RunningNorm, recorded_norms, running_norms
+from gplan_profiler.capture.python_state import readings_of_changes
 from gplan_profiler.capture.value_forms import Form
 from gplan_profiler.memory.allocations import storage_key
 from gplan_profiler.model.error_location import author_line, describe
@@ -129,7 +130,7 @@ class SequentialChain(Chain):
         super().__init__(model, [name for name, _ in children], [type(child).__name__ for _, child in children])
         self._children = children
         before, versions = attributes_of(model), [x._version for x in model.buffers()]
-        with attributes_restored(model):  # counters are as in a plain run, which has no trace before it
+        with attributes_restored(model), readings_of_changes(model) as self.readings:
             self._forms, self._specs, self._calls = self._trace(inputs)
             self.assigned = assigned_since(before)
         pairs = zip(model.named_buffers(), versions, strict=True)

@@ -38,7 +38,7 @@ from gplan_profiler.capture.opaque_calls import (
     opaque_modules,
     put_custom_functions,
 )
-from gplan_profiler.capture.python_state import counters_refused
+from gplan_profiler.capture.python_state import readings_of_changes
 from gplan_profiler.capture.value_forms import stage_output
 from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.error_location import OWN_GRADIENTS, author_line, first_line, own_gradients_text
@@ -76,6 +76,7 @@ class Trace:
     structure: pytree.TreeSpec  # of what the model returns
     left_out: Mapping[int, str]  # what no stage can return, by place among the leaves of the model's output
     assigned: tuple[AssignedAttribute, ...]  # that the forward sets on modules, which stages do not
+    readings: Mapping[str, str]  # by path of state in Python that the forward changed: where it reads that
 
     @property
     def outputs(self) -> list[Any]:
@@ -138,6 +139,7 @@ class _ModelRun:
         self.reassigned: tuple[str, ...] = ()  # weights that it replaced by new tensors
         self.left_out: Mapping[int, str] = {}  # of the output; see Trace
         self.assigned: tuple[AssignedAttribute, ...] = ()
+        self.readings: Mapping[str, str] = {}  # of state in Python that it changed, by path
         self._is_running = False
 
     @contextmanager
@@ -152,8 +154,9 @@ class _ModelRun:
             self._is_running = True
             try:
                 with ExitStack() as stack:
-                    for x in (*around, custom_functions(self.functions), counters_refused(self.model)):
+                    for x in (*around, custom_functions(self.functions)):
                         stack.enter_context(x)
+                    self.readings = stack.enter_context(readings_of_changes(self.model))
                     output = plain(module, *args, **kwargs)
             finally:
                 self._is_running = False
@@ -211,7 +214,7 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
             tensor = own[name] if name in own else program.constants[name]
             state[copies[node]] = StateTensor(canonical.get(id(tensor), name), tensor, name not in own)
     structure = program.call_spec.out_spec  # a slow property
-    return Trace(graph, state, module, structure, run.left_out, run.assigned)
+    return Trace(graph, state, module, structure, run.left_out, run.assigned, run.readings)
 
 
 def _name_dtypes(module: GraphModule) -> None:

@@ -38,7 +38,7 @@ from gplan_profiler.capture.module_attributes import (
     attributes_restored,
 )
 from gplan_profiler.capture.opaque_calls import recorded_calls
-from gplan_profiler.capture.python_state import changed_state_refused, containers_restored
+from gplan_profiler.capture.python_state import StateError, changed_state_refused, check_settled, containers_restored
 from gplan_profiler.capture.trace import Trace, UntraceableError, Way, trace
 from gplan_profiler.capture.value_forms import DATA_DEPENDENT
 from gplan_profiler.memory.allocations import tensors_in
@@ -94,13 +94,10 @@ def captured_in_steps(
                 "constants, the same at every step: draw them with torch (torch.rand), or switch this off, as "
                 "apply_spec_augment = False does in the configs of speech models"
             )
-        if traced is None and not plain.has_no_values and (kept := plain.kept_state()) is not None:
-            names = f" (its forward sets {some_names(kept)})" if kept else ""
-            raise first_error or ModelError(
-                f"{type(model).__name__} gives another output when it is called again with the same inputs and seed: it keeps values "
-                f"from call to call{names}, or draws random numbers by a generator of its own; a trace would make them constants: "
-                "keep values in registered buffers that are written in place (self.mean.copy_(...)), and draw with torch"
-            )
+        try:
+            check_calls(model, inputs, found.readings, compared=traced is None)
+        except StateError as error:
+            raise error if found.readings else first_error or error from None
         chain.traced, chain.notes = "" if is_first else str(way), _notes_on(found, way)
         chain.lacks_tensors = DATA_DEPENDENT in found.left_out.values()
         if chain.traced == traced:
@@ -220,29 +217,6 @@ class _PlainModel:
         except Exception:  # what fails is reported where the model is run for its own sake
             return None
 
-    def kept_state(self) -> list[str] | None:
-        """The attributes that the forward sets, if calls with the same inputs, seeds, buffers and other tensors of its
-        modules give several outputs, with calls for other inputs between them; None: they do not, or the model fails.
-        """
-        model = self._model
-
-        def call(inputs: Any) -> list[Excerpt]:
-            args, kwargs = call_arguments(inputs)
-            seed_everything(0)
-            with model_state_restored(model):
-                return [Excerpt.of(x) for x in tensors_in(model(*args, **kwargs))]
-
-        before = attributes_of(model)
-        try:
-            with random_state_kept(), attributes_restored(model), torch.no_grad():
-                expected, is_same = call(_copied(self._inputs)), True
-                for _ in range(_NUM_CALLS):
-                    call(_other(self._inputs))
-                    is_same &= _all_equal(expected, call(_copied(self._inputs)))
-                return None if is_same else sorted({x.name for x in assigned_since(before)})
-        except Exception:  # what fails is reported where the model is run for its own sake
-            return None
-
     def line_of_first_draw(self) -> str | None:
         """The author's line that first draws random numbers."""
         return line_of_first_draw(lambda: self._results_with())
@@ -277,6 +251,42 @@ class _PlainModel:
             return _difference(expected, _results_of(self._model, run_layers, draws=draws), epsilon=coarsest)
         except Exception as error:
             return f"they fail, {describe(error)}"
+
+
+def check_calls(model: nn.Module, inputs: object, readings: Mapping[str, str], *, compared: bool) -> None:
+    """Raise StateError for a model whose calls depend on earlier ones: by `readings` (see python_state.py), or, if
+    `compared`, by several outputs for the same inputs, seeds, buffers and other tensors of its modules.
+    """
+    mode = fake_mode_of(model)
+
+    def call(is_other: bool = False) -> Sequence[Excerpt]:
+        args, kwargs = call_arguments((_other if is_other else _copied)(inputs))
+        seed_everything(0)
+        with model_state_restored(model):
+            return [Excerpt.of(x) for x in tensors_in(model(*args, **kwargs))]
+
+    with random_state_kept(), attributes_restored(model), torch.no_grad(), mode or nullcontext():
+        check_settled(model, call, readings)
+    if not compared or mode is not None:
+        return
+    before = attributes_of(model)
+    try:
+        with random_state_kept(), attributes_restored(model), torch.no_grad():
+            expected, is_same = call(), True
+            for _ in range(_NUM_CALLS):
+                call(is_other=True)
+                is_same &= _all_equal(expected, call())
+            kept = sorted({x.name for x in assigned_since(before)})
+    except Exception:  # what fails is reported where the model is run for its own sake
+        return
+    if not is_same:
+        names = f" (its forward sets {some_names(kept)})" if kept else ""
+        raise StateError(
+            f"{type(model).__name__} gives another output when it is called again with the same inputs and seed: it keeps values "
+            f"from call to call{names}, or draws random numbers by a generator of its own, which would be constants of a trace, or "
+            "go on with every micro-batch: keep values in registered buffers that are written in place (self.mean.copy_(...)), "
+            "and draw with torch"
+        )
 
 
 def _difference(expected: Results, found: Results, *, epsilon: float = 0.0) -> str | None:

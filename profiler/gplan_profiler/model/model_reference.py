@@ -62,7 +62,10 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
             with _searched(path.resolve().parent):
                 spec.loader.exec_module(module)
         elif path.exists():
-            raise ModelError(f"{place} is not a Python file; expected model.py, model.py:NAME or package.module:NAME")
+            raise ModelError(
+                f"{place} is not a Python file; expected model.py, model.py:NAME or package.module:NAME (a plan that gplan layout "
+                "makes of a configuration goes to gplan export)"
+            )
         else:
             with _searched(Path.cwd()):
                 module = importlib.import_module(place)
@@ -71,7 +74,13 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
     except ModuleNotFoundError as error:
         if error.name == place.split(".")[0]:
             raise ModelError(f"no module or file is named {place}; expected model.py or package.module:NAME") from error
-        raise ModelError(f"{place} cannot be imported: {describe(error)}; install it or fix the import") from error
+        package, _, last = place.rpartition(".")
+        remedy = (
+            f"write {package}:{last}"
+            if error.name == place and package in sys.modules
+            else "install it or fix the import"
+        )
+        raise ModelError(f"{place} cannot be imported: {describe(error)}; {remedy}") from error
     except (Exception, SystemExit) as error:
         remedy = (
             ""

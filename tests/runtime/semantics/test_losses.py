@@ -140,14 +140,30 @@ def test_wrong_loss_reduction_refused(planned: LossReduction, found: str) -> Non
 
 
 def test_undecidable_loss_reduction_allowed() -> None:
-    output, target = torch.ones(4, 3), torch.zeros(4, 3)
+    def check(loss: Any, output: Tensor, expected: LossReduction) -> None:
+        target, value = torch.zeros_like(output), loss(output, torch.zeros_like(output))
+        check_reduction(loss, output, target, value=value, num_rows=len(output), expected=expected)
+
+    output = torch.ones(4, 3)
     reductions: tuple[LossReduction, ...] = ("mean", "sum")
     for expected in reductions:
-        check_reduction(lambda x, _: torch.tensor(2.0), output, target, num_rows=4, expected=expected)
-        check_reduction(lambda x, _: x.std(), torch.randn(4, 3), target, num_rows=4, expected=expected)
-        check_reduction(sum_loss, output[:1], target[:1], num_rows=1, expected=expected)
+        check(lambda x, _: torch.tensor(2.0), output, expected)
+        check(lambda x, _: x.std(), torch.randn(4, 3), expected)
+        check(sum_loss, output[:1], expected)
     with pytest.raises(UsageError, match=r"is a sum over the samples \(506 for 4, 55 and 451 for both halves\)"):
-        check_reduction(sum_loss, torch.arange(12.0).reshape(4, 3), target, num_rows=4, expected="mean")
+        check(sum_loss, torch.arange(12.0).reshape(4, 3), "mean")
+
+
+def test_a_loss_that_counts_its_calls_is_refused() -> None:
+    calls = list[int]()
+
+    def counting(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        return (output - target).pow(2).mean() * len(calls)
+
+    pipe = gplan.pipeline(row, plan_of(MEAN, 2), loss=counting)
+    with pytest.raises(UsageError, match="for the same output and targets: it keeps values from call to call"):
+        pipe.step(*MEAN.batch(8))
 
 
 def test_bfloat16_loss_reduction() -> None:
