@@ -14,7 +14,7 @@ It ends when no bound is much below the best step, or the time is up. The smalle
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,6 +50,7 @@ _NUM_REPLAYED = 40  # settings at most that are replayed until one fits with wha
 _REPLAYED_SHARE = 0.1  # of the time, after the search, for that
 _PARTITION_LIMIT_S = 5.0  # of one search of any partition
 _MAX_ACTIONS = 120_000  # of a step: where there are more, partitions of unequal blocks are not searched
+_TURNS_S = (0.3, 1.0, 3.0, 10.0, INFINITY)  # of a setting's program, which others have before it goes on
 _TURN = 1.003  # times the next lowest bound: so far a program raises its own before another setting has its turn
 _EVEN_MARGIN = 1.05  # times the best step: settings whose even pipeline would take longer get no even partition
 _NUM_UNPLANNED = 10  # sets of widths without a partition that are named
@@ -301,13 +302,23 @@ class _SearchState:
                 self._record(i, 0.0, self.search.bettered_cut(problem, start, deadline_s), "even-cuts/moves")
 
     def close_gap(self, gap: float, *, deadline_s: float) -> None:
-        """Raise the lowest bounds, or better the best step, until they are within this share of each other."""
-        while time.perf_counter() < deadline_s:
-            enough_s = self.best_s * (1 - gap) if self.planned else INFINITY
-            still_open = [i for i, x in enumerate(self.bounds_s) if x < enough_s and i not in self.finished]
-            if not still_open:
-                return
-            self._improve(min(still_open, key=self.bounds_s.__getitem__), gap, deadline_s)
+        """Raise the lowest bounds, or better the best step, until they are within this share of each other.
+
+        The bound of all is the lowest, but one setting whose program is hard must not take the time of all others.
+        """
+        spent_s = defaultdict[int, float](float)
+        for turn_s in _TURNS_S:
+            while (now_s := time.perf_counter()) < deadline_s:
+                enough_s = self.best_s * (1 - gap) if self.planned else INFINITY
+                lowest = sorted(
+                    (x, i) for i, x in enumerate(self.bounds_s)
+                    if x < enough_s and i not in self.finished and spent_s[i] < turn_s
+                )[:2]  # fmt: skip
+                if not lowest:
+                    break
+                i, until_s = lowest[0][1], _TURN * (lowest[1][0] if lowest[1:] else INFINITY)
+                self._improve(i, gap, until_s=until_s, deadline_s=min(deadline_s, now_s + turn_s))
+                spent_s[i] += time.perf_counter() - now_s
 
     def _problem(self, i: int) -> Problem | None:
         """The problem of a setting; None, and the reason kept, where the trainer cannot run it."""
@@ -319,15 +330,14 @@ class _SearchState:
             self.refused = self.refused or str(error)
             return None
 
-    def _improve(self, i: int, gap: float, deadline_s: float) -> None:
-        """Better the partition of a setting, or raise its bound."""
+    def _improve(self, i: int, gap: float, *, until_s: float, deadline_s: float) -> None:
+        """Better the partition of a setting, or raise its bound to `until_s`."""
         problem = self._problem(i)
         if problem is None:
             return
         if blocks := equal_blocks(problem):
             program = self.programs.setdefault(i, BlockProgram(problem, blocks))
             known = Counted(cut=None, step_s=self.best_s, lower_bound_s=self.bounds_s[i])
-            until_s = _TURN * sorted(self.bounds_s)[1] if self.bounds_s[1:] else INFINITY
             counted_blocks = program.solve(known, enough=gap, deadline_s=deadline_s, until_s=until_s)
             self._record(i, counted_blocks.lower_bound_s, counted_blocks.cut, "block-program/HiGHS")
             if counted_blocks.is_final:

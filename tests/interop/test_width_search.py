@@ -94,6 +94,8 @@ FEW_EXPERTS = {
         ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}, range(4, 8)),
         ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 0}, range(4, 8)),
         ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}, range(2, 8)),
+        ("gpt-oss-20b", {"num_hidden_layers": 7, "num_local_experts": 4, "num_experts_per_tok": 1}, range(1, 8)),
+        ("qwen3-next-80b-a3b", {"num_hidden_layers": 9, "num_experts": 4, "num_experts_per_tok": 1}, range(1, 10)),
     ],
 )
 def test_blocks_counted_by_a_program_are_the_best(
@@ -103,7 +105,7 @@ def test_blocks_counted_by_a_program_are_the_best(
 
     Multi-token prediction shares the embedding, and devices with a shared weight wait for each other: in no path.
     """
-    off = 0.01 if settings.get("num_nextn_predict_layers") else 1e-5
+    off = 0.01 if settings.get("num_nextn_predict_layers") else 1e-4
     fixed: dict[str, int | str | None] = {"microbatch_size": 1, "tensor": 1, "pipeline": 4, "data": 1}
     made = search(decoder=load_decoder(model, settings), fixed=fixed, memory_bytes=memory_bytes)
     for choice in made.space.choices():
