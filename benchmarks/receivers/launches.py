@@ -58,7 +58,7 @@ def found_otherwise(parsed: argparse.Namespace, made: ChosenWidths) -> list[str]
     expected = {
         "tensor_model_parallel_size": split.tensor, "pipeline_model_parallel_size": split.pipeline,
         "context_parallel_size": split.context, "expert_model_parallel_size": split.expert,
-        "micro_batch_size": choice.microbatch_size,
+        "micro_batch_size": choice.microbatch_size, "seq_length": split.sequence_length,
         "global_batch_size": choice.num_microbatches * choice.microbatch_size * split.data,
         "sequence_parallel": split.tensor > 1, "use_distributed_optimizer": split.replicas > 1,
         "overlap_grad_reduce": split.replicas > 1, "overlap_param_gather": split.replicas > 1,

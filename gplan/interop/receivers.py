@@ -45,6 +45,7 @@ class Receiver:
     max_chunks: int | None = None  # stages of a device; None: any number
     replicas: bool = True  # whether it runs data-parallel pipelines
     tied: Literal["summed", "one stage", "refused"] = "summed"  # a parameter of several layers
+    copies_keys: bool = False  # whether more tensor ranks than heads of keys and values copy these; others refuse
 
     @property
     def default_schedule(self) -> str:
@@ -59,6 +60,7 @@ _MEGATRON = Receiver(
     cuts="decoder",
     schedules={"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"},
     recompute={"never": "", "always": "full"},
+    copies_keys=True,
 )
 
 

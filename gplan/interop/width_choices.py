@@ -61,6 +61,7 @@ class WidthSpace:
     batch_size: int
     sequence_length: int
     order: str = ORDER
+    copies_keys: bool = False  # whether more tensor ranks than heads of keys and values copy these
     fixed: dict[str, int | str | None] = field(default_factory=dict)  # dials that are given, by their names
 
     def choices(self) -> Iterator[Choice]:
@@ -116,12 +117,10 @@ class WidthSpace:
     def _is_divided_by(self, tensor: int) -> bool:
         """Whether a tensor width divides the heads."""
         model = self.decoder
-        counts = (
-            model.num_key_value_heads or model.num_attention_heads,
-            model.num_attention_heads,
-            model.linear_num_value_heads,
-        )
-        return not any(x % tensor for x in counts)
+        kv_heads = model.num_key_value_heads or model.num_attention_heads
+        if self.copies_keys and kv_heads and not tensor % kv_heads:
+            kv_heads = tensor
+        return not any(x % tensor for x in (kv_heads, model.num_attention_heads, model.linear_num_value_heads))
 
     def _experts(self, num_ranks: int) -> list[int]:
         experts = self.decoder.routed_experts

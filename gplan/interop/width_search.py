@@ -26,7 +26,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted
 from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE
 from gplan.interop.planning import ForReceiver
-from gplan.interop.receivers import decoder_of
+from gplan.interop.receivers import RECEIVERS, decoder_of
 from gplan.interop.width_bounds import ChoiceBounds
 from gplan.interop.width_choices import OPTIONS, Choice, WidthSpace
 from gplan.partition.balance import problem_of
@@ -91,9 +91,7 @@ class ChosenWidths:
     profile: Profile
     receiver: str
     planned: tuple[PlannedChoice, ...]  # the chosen one, then the others, fastest first
-    unplanned: tuple[
-        tuple[Choice, float], ...
-    ] = ()  # of widths without a partition: lower bounds in seconds, lowest first
+    unplanned: tuple[tuple[Choice, float], ...] = ()  # widths without a partition: bounds in seconds, lowest first
     lower_bound_s: float  # of all settings
     ruled_out: Counter[str] = field(default_factory=Counter)  # how many settings, by the reason
     num_choices: int = 1
@@ -132,6 +130,7 @@ class WidthSearch:
         return WidthSpace(
             decoder=self.decoder, hardware=self.hardware, num_devices=self.num_devices, batch_size=self.batch_size,
             sequence_length=self.sequence_length, order=self.order, fixed=self.fixed,
+            copies_keys=RECEIVERS[self.receiver].copies_keys,
         )  # fmt: skip
 
     @property

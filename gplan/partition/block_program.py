@@ -275,7 +275,9 @@ class BlockProgram:
             if kind not in slopes:
                 slopes[kind] = costs_of(*with_one) - costs_of(*without)
         counts, known = self._least_and_most[0][stage].astype(int).tolist(), dict[tuple[int, int], Floats]()
-        slope = np.array([slopes[x] for x in sorted(slopes)] or [0 * costs_of(0, self.problem.num_layers)] * len(self._counts(0, 0)))
+        slope = np.array(
+            [slopes[x] for x in sorted(slopes)] or [0 * costs_of(0, self.problem.num_layers)] * len(self._counts(0, 0))
+        )
         keys = [self._layers_of(stage, count, way) for count, way in zip(counts, self._ways, strict=True)]
         for first, end in set(keys):
             is_inside = self.blocks.start <= first and end <= self.blocks.stop

@@ -95,10 +95,10 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
 def _as_the_trainer_counts(plan: Plan, *, has_replicas: bool) -> Plan:
     """A language model's plan with the replicas that have batches of their own, and its trainer's own sharding of state.
 
-    Its profile, computed from sizes and widths, names the ranks that hold the same weights: those of context and data.
+    Its profile, computed from sizes and widths, names the ranks that hold the same weights, and those of them with other data.
     """
     widths = dict(plan.model.settings)
     if UNDIVIDED not in widths:
         return plan
-    replicas = plan.num_replicas // int(widths.get("context", "1")) if has_replicas else 1
+    replicas = plan.num_replicas * int(widths["data"]) // int(widths[UNDIVIDED]) if has_replicas else 1
     return replace(plan, num_replicas=replicas, sharding="none")
