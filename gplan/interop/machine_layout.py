@@ -126,9 +126,10 @@ def _of_given_widths(
         recompute=dials["recompute"] or "never", num_microbatches=count,
     )  # fmt: skip
     profile = search.profile_of(widths, size)
+    own = search.own_cut(profile, widths.pipeline)
     plan = best_for_receiver(
         profile, receiver=search.receiver, num_chunks=choice.num_chunks, memory_bytes=search.usable_bytes,
-        time_limit_s=time_limit_s, **search.counts_of(choice),
+        time_limit_s=time_limit_s, **search.counts_of(choice), **({} if own is None else {"constraints": own}),
     )  # fmt: skip
     ends = np.array([x.end_layer for x in plan.stages])
     one = PlannedChoice(

@@ -87,8 +87,8 @@ def best_for_receiver(
         num_microbatches=num_microbatches,
         recompute=options.get("recompute", "never"),
     )
-    common: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches, **options}
-    return balance(profile, schedule=schedule, constraints=rules.constraints, **common)
+    counts: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches}
+    return balance(profile, schedule=schedule, **{"constraints": rules.constraints, **counts, **options})
 
 
 def import_plan(

@@ -104,6 +104,15 @@ RECEIVERS: dict[str, Receiver] = {
         recompute={"never": ""},
         tied="one stage",
     ),
+    "nanotron": Receiver(
+        title="nanotron",
+        checked_with="nanotron 0.4",
+        how="read by ParallelismArgs and TokensArgs of its configuration",
+        cuts="names",
+        schedules={"1f1b": "1f1b", "gpipe": "afab"},
+        recompute={"never": "false", "always": "true"},
+        max_chunks=1,
+    ),
     "deepspeed": Receiver(
         title="DeepSpeed",
         checked_with="deepspeed 0.19.8",

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from gplan.core import Plan, Profile
+from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted
 from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE
 from gplan.interop.planning import ForReceiver
-from gplan.interop.receivers import RECEIVERS, decoder_of
+from gplan.interop.receivers import decoder_of
 from gplan.interop.width_bounds import ChoiceBounds
 from gplan.interop.width_choices import OPTIONS, Choice, WidthSpace
 from gplan.partition.balance import problem_of
@@ -41,6 +41,7 @@ from gplan.strategy_search.bounds import SettingBounds
 from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import Hardware
+from gplan_profiler.analytic.trainers import MEGATRON, NANOTRON, layers_by_cost
 
 _GAPS = (0.02, 0.01, 0.005)  # all bounds are raised to within the first of the best step, then the second, the third
 _EVEN_CUTS_SHARE = 0.6  # of the time, for even partitions
@@ -56,6 +57,7 @@ _EVEN_MARGIN = 1.05  # times the best step: settings whose even pipeline would t
 _NUM_UNPLANNED = 10  # sets of widths without a partition that are named
 _LARGER_NODES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """Numbers of nodes that are tried where a model does not fit."""
+_TRAINERS = {"nanotron": NANOTRON}  # whose kernels are not Megatron-LM's; others are priced as that
 _NUM_TRIED = 16  # settings of each of these machines
 
 
@@ -129,8 +131,7 @@ class WidthSearch:
         """The settings."""
         return WidthSpace(
             decoder=self.decoder, hardware=self.hardware, num_devices=self.num_devices, batch_size=self.batch_size,
-            sequence_length=self.sequence_length, order=self.order, fixed=self.fixed,
-            copies_keys=RECEIVERS[self.receiver].copies_keys,
+            sequence_length=self.sequence_length, order=self.order, receiver=self.receiver, fixed=self.fixed,
         )  # fmt: skip
 
     @property
@@ -143,9 +144,10 @@ class WidthSearch:
     def profile_of(self, widths: Widths, size: int) -> Profile:
         """The computed profile of some widths, with micro-batches of `size` samples."""
         if (widths, size) not in self._profiles:
+            trainer = _TRAINERS.get(self.receiver, MEGATRON)
             made = DecoderProfile(
-                name=self.name, decoder=self.decoder, widths=widths, hardware=self.hardware, fuses_cross_entropy=True,
-                divides_state=widths.replicas == 1,
+                name=self.name, decoder=self.decoder, widths=widths, hardware=self.hardware, trainer=trainer,
+                fuses_cross_entropy=not trainer.casts_logits, divides_state=widths.replicas == 1,
             )  # fmt: skip
             self._profiles[widths, size] = made.profile((size,))
         return self._profiles[widths, size]
@@ -165,10 +167,21 @@ class WidthSearch:
         rules, counts = ForReceiver.of(self.receiver, profile), self.counts_of(choice)
         schedule = rules.default_schedule if choice.num_chunks == 1 else f"interleaved-1f1b:{choice.num_chunks}"
         rules.check(schedule, **{x: counts[x] for x in ("num_devices", "num_microbatches", "recompute")})
-        return problem_of(
-            profile,
-            PlanRequest(schedule=schedule, constraints=rules.constraints, memory_bytes=self.usable_bytes, **counts),
-        )
+        constraints = self.own_cut(profile, choice.widths.pipeline) or rules.constraints
+        request = PlanRequest(schedule=schedule, constraints=constraints, memory_bytes=self.usable_bytes, **counts)
+        return problem_of(profile, request)
+
+    def own_cut(self, profile: Profile, num_stages: int) -> Constraints | None:
+        """The stages of a trainer that cuts layers itself; None for others; raises UsageError where a stage is empty."""
+        if not _TRAINERS.get(self.receiver, MEGATRON).counts_blocks:
+            return None
+        if self.decoder.kv_lora_rank or self.decoder.num_nextn_predict_layers:
+            raise UsageError(f"{self.receiver} trains models like Llama, without latent attention or multi-token prediction")
+        counts = layers_by_cost(self.decoder, num_stages)
+        if not all(counts):
+            raise UsageError(f"{self.receiver} leaves a stage of {num_stages} without layers; take fewer (--pp)")
+        ends = np.cumsum(counts)[:-1]
+        return Constraints(cut_after=tuple(profile.layers[x].name for x in ends))
 
     def bounds_of(self, choice: Choice) -> ChoiceBounds:
         """The bounds of a setting in closed form."""
@@ -177,7 +190,11 @@ class WidthSearch:
 
     def even_cut(self, problem: Problem) -> EvenCut | None:
         """The best of some even partitions of a setting; None where none of them fits the memory."""
-        parts = decoder_of([x.name for x in problem.costs.profile.layers], self.name)
+        names = [x.name for x in problem.costs.profile.layers]
+        if given := problem.constraints.cut_after:
+            cut = priced_cut(problem, np.array([*(names.index(x) + 1 for x in given), len(names)]))
+            return cut if cut.peak_bytes <= self.usable_bytes else None
+        parts = decoder_of(names, self.name)
         return best_even_cut(problem, parts.blocks, head=parts.head.start)
 
     def bettered_cut(self, problem: Problem, start: EvenCut | None, deadline_s: float) -> EvenCut | None:
@@ -296,7 +313,7 @@ class _SearchState:
         for i in order[:_NUM_BETTERED]:
             if time.perf_counter() > deadline_s or even_s[i] >= self.best_s:
                 break
-            if (problem := self._problem(i)) is not None:
+            if (problem := self._problem(i)) is not None and not problem.constraints.cut_after:
                 start = self.planned[i].cut if i in self.planned else None
                 self._record(i, 0.0, self.search.bettered_cut(problem, start, deadline_s), "even-cuts/moves")
 

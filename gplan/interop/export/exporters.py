@@ -16,6 +16,7 @@ from gplan.interop.author_layers import authored_plan, authored_profile
 from gplan.interop.export.layer_counts import to_deepspeed, to_inference, to_torchgpipe
 from gplan.interop.export.megatron import to_megatron, to_verl
 from gplan.interop.export.module_lists import to_automodel, to_torchtitan
+from gplan.interop.export.nanotron import to_nanotron
 from gplan.interop.export.requirements import Export
 from gplan.interop.export.torch_pipelining import to_csv, to_pytorch
 from gplan.interop.receivers import RECEIVERS, check_granularity
@@ -57,6 +58,7 @@ FORMATS: dict[str, Callable[[Plan, Profile | None], Export]] = {
     "megatron": to_megatron,
     "verl": to_verl,
     "automodel": to_automodel,
+    "nanotron": to_nanotron,
     "deepspeed": to_deepspeed,
     "torchgpipe": to_torchgpipe,
     "pytorch": to_pytorch,
