@@ -234,8 +234,7 @@ def decoder_of(row: Mapping[str, Any]) -> Decoder:
 
 
 def blocks_of(decoder: Decoder, num_stages: int, trainer: Trainer, notes: str) -> tuple[int, ...]:
-    """How many blocks each stage has, as the trainer cuts them, or as a row's own times per stage say.
-    """
+    """How many blocks each stage has, as the trainer cuts them, or as a row's own times per stage say."""
     count = decoder.num_hidden_layers
     if times := re.search(r"layers redistributed.*?F us per stage ([\d ]+)", notes):
         found = [int(x) for x in times[1].split()]

@@ -26,10 +26,10 @@ from gplan.schedules.request import PipelineSetting
 
 MODEL_INPUT = "the model's input"
 
-Cuts = Literal["calls", "items", "children", "names", "decoder", "blocks"]
+Cuts = Literal["calls", "items", "children", "names", "decoder", "blocks", "own"]
 """Where a receiver cuts: before calls of modules; between the items of a sequence of modules; between children of the model
 and entries of a child that is a list; between modules of a language model by their names; between its embeddings, blocks,
-multi-token prediction and head; between its blocks only."""
+multi-token prediction and head; between its blocks only; nowhere but where it does itself, whatever the plan says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +107,8 @@ RECEIVERS: dict[str, Receiver] = {
     "nanotron": Receiver(
         title="nanotron",
         checked_with="nanotron 0.4",
-        how="read by ParallelismArgs and TokensArgs of its configuration",
-        cuts="names",
+        how="read by ParallelismArgs, TokensArgs and OptimizerArgs of its configuration",
+        cuts="own",
         schedules={"1f1b": "1f1b", "gpipe": "afab"},
         recompute={"never": "false", "always": "true"},
         max_chunks=1,

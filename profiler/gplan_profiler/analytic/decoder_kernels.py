@@ -657,12 +657,18 @@ class LayerKernels:
             for shape, size in zip(shapes, (kept, 2 * kept), strict=True)
         ]
         fused = [(Operation(work=work, shape=shape),) for work, shape in zip(works, shapes, strict=True)]
+        sums_of = [[3 * x] * ring * (ring > 1) for x in (value, query + keys + values)]
         forward, backward = self._single_products(shapes[0], ring) if self.trainer.stores_scores else fused
         stored = 0
         if self.trainer.recomputes_scores:
             backward = (*forward, *backward)
         elif self.trainer.stores_scores:
             stored = (2 * ELEMENT + 1) * heads * self.tokens * self.widths.sequence_length
+        # Each step's result is added to a sum in memory (Transformer Engine's context_parallel.py, fwd_out_correction).
+        forward, backward = (
+            (*forward, *_moved("pointwise", *sums_of[0])),
+            (*backward, *_moved("pointwise", *sums_of[1])),
+        )
         chunks = ring * (keys + values)
         kept_again = 2 * ELEMENT if stored else 2 * ELEMENT + 1  # gradients of both squares, or what was not stored
         return Kernel(
