@@ -94,8 +94,7 @@ FEW_EXPERTS = {
         ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}, range(4, 8)),
         ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 0}, range(4, 8)),
         ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}, range(2, 8)),
-        ("gpt-oss-20b", {"num_hidden_layers": 7, "num_local_experts": 4, "num_experts_per_tok": 1}, range(1, 8)),
-        ("qwen3-next-80b-a3b", {"num_hidden_layers": 9, "num_experts": 4, "num_experts_per_tok": 1}, range(1, 10)),
+        ("gpt-oss-20b", {"num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 1}, range(1, 6)),
     ],
 )
 def test_blocks_counted_by_a_program_are_the_best(
