@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any
@@ -26,12 +26,15 @@ from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.candidates import INFINITY, stage_seconds
 from gplan.partition.critical_path import TIMES, Paths, paths_of
 from gplan.partition.even_cuts import EvenCut, priced_cut, with_few_microbatches
-from gplan.partition.problem import Problem, moments_of
+from gplan.partition.problem import Problem, device_peaks, moments_of
 
 _SLACK = 1e-9
 _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxation
 _PATIENCE, _WORTH = 10, 5e-4  # so many rows raise the relaxation's bound by less: integers may raise it more
-_MOST_DEVICES = 12  # whose memory is in the program; of a solution it is looked at on all
+_MOST_DEVICES, _MORE_DEVICES = (
+    12,
+    4,
+)  # whose memory is in the program at first, and more for a solution that they do not fit
 _TOLD_APART_S = 1e-4  # steps that differ by less may be the same to the solver, whose tolerance is 1e-6
 _SHORTEST_S = 0.2  # of one solution
 _MOST_ENDS = 128  # ways in which the other layers lie on stages
@@ -135,9 +138,10 @@ class BlockProgram:
             known = replace(known, lower_bound_s=max(known.lower_bound_s, bound_s))
             if found is None:
                 return replace(known, is_final=not is_interrupted)
+            is_over = False  # the memory of devices that are not in the program so far
             if rows.in_integers:
                 found = np.round(found)
-                known = self._tried(known, found.astype(np.int64))
+                known, is_over = self._tried(rows, known, found.astype(np.int64))
             if is_interrupted:
                 return known
             bounds_s.append(rows.bound_s)
@@ -145,7 +149,7 @@ class BlockProgram:
             worth_s = rows.bound_s * (1 + (_SLACK if rows.in_integers else _ENOUGH))
             is_cut = self._cut_off(rows, middle, found) > worth_s or self._cut_off(rows, found, found) > worth_s
             is_slow = len(bounds_s) > _PATIENCE and bounds_s[-1] < bounds_s[-_PATIENCE] * (1 + _WORTH)
-            if rows.in_integers and not is_cut:
+            if rows.in_integers and not is_cut and not is_over:
                 return replace(known, is_final=True)
             if not rows.in_integers and (is_slow or not is_cut):
                 rows.count_in_integers(True)
@@ -161,16 +165,22 @@ class BlockProgram:
         rows.add([*-seconds, 1.0], 0.0, INFINITY)
         return seconds
 
-    def _tried(self, known: Counted, values: Ints) -> Counted:
-        """What is known with one more partition, if it fits."""
+    def _tried(self, rows: _Rows, known: Counted, values: Ints) -> tuple[Counted, bool]:
+        """What is known with one more partition, if it fits; else whether devices that it does not fit are in the rows now."""
         num_stages = self.problem.num_stages
         way = self._ways[int(np.argmax(values[-len(self._ways) :]))]
         counts = values[: -len(self._ways)].reshape(-1, num_stages).sum(axis=0)
         ranges = np.array([self._layers_of(s, int(counts[s]), way) for s in range(num_stages)])
         ends = np.cumsum(ranges[:, 1] - ranges[:, 0])
         cut, limit = priced_cut(self.problem, ends), self.problem.memory_of(0)
-        is_better = cut.step_s < known.step_s and (limit is None or cut.peak_bytes <= limit)
-        return replace(known, cut=cut, step_s=cut.step_s) if is_better else known
+        if limit is None or cut.peak_bytes <= limit:
+            return replace(known, cut=cut, step_s=cut.step_s) if cut.step_s < known.step_s else known, False
+        first = np.concatenate([[0], ends[:-1]])
+        peaks = device_peaks(self._few, first[:, None], ends[:, None])[:, 0]
+        over = [x for x in np.argsort(-peaks).tolist() if peaks[x] > limit and x not in rows.devices]
+        for device in over[:_MORE_DEVICES]:
+            self._add_memory(rows, device)
+        return known, bool(over)
 
     @cached_property
     def _rows(self) -> _Rows:
@@ -191,8 +201,9 @@ class BlockProgram:
             own = -np.tile(np.eye(num_stages)[stage], len(shares))
             rows.add([*own, *least, 0.0], -INFINITY, 0.0)
             rows.add([*-own, *-most, 0.0], -INFINITY, 0.0)
-        for slopes, most_gib in self._memory_rows:
-            rows.add([*slopes, 0.0], -INFINITY, most_gib)
+        last = self.problem.num_devices - 1
+        for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, _MOST_DEVICES))}):
+            self._add_memory(rows, device)
         return rows
 
     @cached_property
@@ -306,32 +317,28 @@ class BlockProgram:
             found[stage:-num_ways:num_stages, stage], found[-num_ways:, stage] = linear[:num_kinds], linear[num_kinds:]
         return found
 
-    @cached_property
-    def _memory_rows(self) -> list[tuple[Floats, float]]:
-        """What a device holds at a moment for each variable, and the most, in GiB."""
-        limit, found = self.problem.memory_of(0), list[tuple[Floats, float]]()
+    def _add_memory(self, rows: _Rows, device: int) -> None:
+        """Add what a device holds at each moment for each variable, and the most, in GiB."""
+        limit, num_stages = self.problem.memory_of(device), self.problem.num_stages
         if limit is None:
-            return found
-        last, num_stages = self.problem.num_devices - 1, self.problem.num_stages
+            return
+        rows.devices.add(device)
         num_kinds, num_ways = len(self._counts(0, 0)), len(self._ways)
-        for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, _MOST_DEVICES))}):
-            stages = self.problem.stages_by_device[device]
-            linear = list[Floats]()
-            for s in stages:
+        stages, linear = self.problem.stages_by_device[device], list[Floats]()
+        for s in stages:
 
-                def bytes_of(first: int, end: int, s: int = s) -> Floats:
-                    parts = self._few.costs.part_rows(np.array([first]), np.array([end]), self._few.boundaries(s))
-                    return parts[:, 0].astype(float)
+            def bytes_of(first: int, end: int, s: int = s) -> Floats:
+                parts = self._few.costs.part_rows(np.array([first]), np.array([end]), self._few.boundaries(s))
+                return parts[:, 0].astype(float)
 
-                linear.append(self._linear(s, bytes_of))
-            for counts in moments_of(self._few, *stages).counts:
-                slopes = np.zeros(num_kinds * num_stages + num_ways)
-                for stage, own, parts in zip(stages, counts, linear, strict=True):
-                    held = parts @ own
-                    slopes[stage:-num_ways:num_stages] = held[:num_kinds]
-                    slopes[-num_ways:] += held[num_kinds:]
-                found.append((slopes / 2**30, limit / 2**30 + _SLACK))
-        return found
+            linear.append(self._linear(s, bytes_of))
+        for counts in moments_of(self._few, *stages).counts:
+            slopes = np.zeros(num_kinds * num_stages + num_ways)
+            for stage, own, parts in zip(stages, counts, linear, strict=True):
+                held = parts @ own
+                slopes[stage:-num_ways:num_stages] = held[:num_kinds]
+                slopes[-num_ways:] += held[num_kinds:]
+            rows.add([*(slopes / 2**30), 0.0], -INFINITY, limit / 2**30 + _SLACK)
 
 
 @dataclass
@@ -341,6 +348,7 @@ class _Rows:
     solver: Any
     num_variables: int
     in_integers: bool = False
+    devices: set[int] = field(default_factory=set)  # whose memory is in the rows
     is_infeasible: bool = False
     num_solved: int = 0
     bound_s: float = 0.0  # of the last solution
