@@ -6,7 +6,7 @@ The search is a branch and bound over the settings of `width_choices`:
 2. In the order of what an even pipeline would take, settings whose bound is below the best step so far get the best of
    some even partitions (`even_cuts`), and then of moves of single layers.
 3. The setting with the lowest bound is taken again and again, and its bound raised or its partition bettered: by a program
-   over the blocks where these are equal but for a few at the ends (`block_program`), else by the search of any partition (`solve`).
+   over the blocks where these are equal, or of few kinds in turns, but for a few at the ends (`block_program`), else by the search of any partition (`solve`).
 
 It ends when no bound is much below the best step, or the time is up. The smallest bound left proves the gap.
 """
