@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from gplan.core import Plan, Profile
 from gplan.interop.export.requirements import Export, computed_widths
-from gplan.interop.receivers import RECEIVERS, check_plan, decoder_of
+from gplan.interop.receivers import RECEIVERS, check_plan, decoder_of, plain_schedule
 
 
 def to_nanotron(plan: Plan, profile: Profile | None) -> Export:
@@ -23,7 +23,7 @@ def to_nanotron(plan: Plan, profile: Profile | None) -> Export:
   dp: {plan.num_replicas}
   pp: {plan.num_devices}
   tp: {tensor}
-  pp_engine: {schedules[plan.schedule.partition(":")[0]]}
+  pp_engine: {schedules[plain_schedule(plan.schedule)]}
   tp_mode: REDUCE_SCATTER
   tp_linear_async_communication: {str(tensor > 1).lower()}
   recompute_layer: {receiver.recompute[plan.recompute]}
