@@ -351,7 +351,8 @@ def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.Captu
     assert "wrote gplan.profile.json and gplan.plan.json" in captured.err
     layout = own_code.arguments(captured.out)["--pipeline-model-parallel-layout"]
     assert gplan_exits("import-plan", layout, "--from", "megatron", "--microbatches", "8") == 0
-    assert "as good as the best one" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "as good as the best one" in told and "= 256 devices" in told.replace("\n", " ")  # 8 x 4 x 8
     assert gplan_exits("layout", "gpt-9", *arguments) == 2
     assert "no model is named gpt-9; expected llama3-8b" in capsys.readouterr().err
     assert gplan_exits("layout", "llama3-8b", "--pp", "2", "--set", "layers=3") == 2

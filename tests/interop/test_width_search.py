@@ -47,6 +47,22 @@ def test_settings_use_every_device_and_every_sample() -> None:
     assert {x.widths.expert for x in experts.space.choices()} == {1, 2, 4}
 
 
+def test_more_tensor_ranks_than_heads_of_keys_where_the_trainer_copies_them() -> None:
+    """Megatron-LM gathers queries, keys and values, and each rank keeps a whole head; torchtitan refuses such widths."""
+    decoder = load_decoder("qwen3-30b-a3b", {"num_hidden_layers": 4})  # 4 heads of keys
+    widths = {}
+    for receiver in ("megatron", "torchtitan"):
+        made = search(decoder=decoder, num_devices=8, receiver=receiver)
+        widths[receiver] = {x.widths.tensor for x in made.space.choices()}
+    assert widths == {"megatron": {1, 2, 4, 8}, "torchtitan": {1, 2, 4}}
+    made = search(decoder=decoder, num_devices=8)
+    keys_of = {}
+    for tensor in (4, 8):
+        block = made.profile_of(Widths(tensor=tensor), 1).layers[1].costs[0]
+        keys_of[tensor] = block.stash_bytes
+    assert keys_of[8] > keys_of[4] / 2  # a rank has half of all but the keys and values
+
+
 def every_step_s(made: WidthSearch, choice: Choice) -> list[float]:
     """The steps of all partitions of a setting that fit the memory."""
     problem = made.problem(choice)
@@ -287,6 +303,7 @@ def test_layout_on_a_machine(
     assert gplan_exits("layout", "llama-3-8b", *arguments) == 0
     captured = capsys.readouterr()
     assert "--tensor-model-parallel-size 2" in captured.out and "--sequence-parallel" in captured.out
+    assert "--seq-length 4096" in captured.out
     assert "predicted: a step of" in captured.err and "the best found of" in captured.err
     assert gplan_exits("layout", "llama3-8b", "--gpus", "4", "--network", "400GB/s*8") == 2
     assert "did you mean 400Gb/s*8 (bits)?" in capsys.readouterr().err
