@@ -45,7 +45,7 @@ from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.expected_errors import ALL
 from gplan_profiler.analytic.hardware import Hardware, described_hardware, load_hardware
 from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
-from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING, Trainer
+from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING, Trainer, layers_by_cost
 
 DATA = SHARED / "published_runs" / "given.csv"
 B200_FILE = SHARED / "gpu_runs" / "b200_efficiency.json"
@@ -234,10 +234,7 @@ def decoder_of(row: Mapping[str, Any]) -> Decoder:
 
 
 def blocks_of(decoder: Decoder, num_stages: int, trainer: Trainer, notes: str) -> tuple[int, ...]:
-    """How many blocks each stage has, as the trainer cuts them, or as a row's own times per stage say.
-
-    nanotron can cut between norm and head too, so its counts have both in them; stages behind the head are empty.
-    """
+    """How many blocks each stage has, as the trainer cuts them, or as a row's own times per stage say."""
     count = decoder.num_hidden_layers
     if times := re.search(r"layers redistributed.*?F us per stage ([\d ]+)", notes):
         found = [int(x) for x in times[1].split()]
@@ -245,17 +242,7 @@ def blocks_of(decoder: Decoder, num_stages: int, trainer: Trainer, notes: str) -
         blocks = [round(x / block) for x in found[:-1]]
         return (*blocks, count - sum(blocks))
     if trainer.counts_blocks:
-        hidden = decoder.hidden_size
-        block, head = 4 * hidden**2 + 3 * hidden * decoder.intermediate_size, decoder.vocab_size * hidden
-        stages = [0]
-        for i in range(1, count + 1):
-            stages[-1] += 1
-            if i * block > (count * block + head) * len(stages) / num_stages:
-                stages.append(0)
-        stages[-1] += 1  # the norm
-        stages += [0] * (len(stages) < num_stages)
-        stages[-1] += 1  # head and loss
-        return (*stages, *[0] * (num_stages - len(stages)))
+        return layers_by_cost(decoder, num_stages)
     for ends in ((0, 0), (1, 1), (0, 1)):  # as if embedding and head were a block
         if (count + sum(ends)) % num_stages == 0:
             share = (count + sum(ends)) // num_stages

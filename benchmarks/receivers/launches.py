@@ -1,9 +1,9 @@
-"""Launches that `gplan layout --to megatron` writes, through the argument parser of a checkout of Megatron-LM itself.
+"""Launches that `gplan layout` writes for Megatron-LM and nanotron, through the code of checkouts that reads them.
 
-    pip install 'gplan[receivers]'
-    python benchmarks/receivers/launches.py /path/to/Megatron-LM          some minutes; writes reports/receivers/launches.md
+    pip install 'gplan[receivers]' dacite
+    python benchmarks/receivers/launches.py /path/to/Megatron-LM /path/to/nanotron     some minutes; writes reports/receivers/launches.md
 
-Each launch is parsed by `add_megatron_arguments` without abbreviations, so that an unknown or misspelt argument fails, and
+nanotron's sections are read by its dataclasses; packages that it imports for GPUs and data are replaced. Each launch is parsed by `add_megatron_arguments` without abbreviations, so that an unknown or misspelt argument fails, and
 every value is compared with the plan's. The layout itself is parsed by Megatron-core in `check.py`.
 """
 
@@ -14,10 +14,13 @@ import shlex
 import subprocess
 import sys
 import typing
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import typing_extensions
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -43,6 +46,13 @@ LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+NANOTRON_LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("llama3-8b", {"num_devices": 4, "tensor": 2, "data": 2}),
+    ("llama3-8b", {"num_devices": 1, "data": 8, "microbatch_size": 2}),
+    ("llama3-70b", {"num_devices": 8, "tensor": 8, "recompute": "always"}),
+)
+
+
 def parser_of(checkout: Path) -> argparse.ArgumentParser:
     """Megatron-LM's own."""
     typing.override = typing_extensions.override  # type: ignore[attr-defined]  # Python 3.12's, which it imports
@@ -58,7 +68,7 @@ def found_otherwise(parsed: argparse.Namespace, made: ChosenWidths) -> list[str]
     expected = {
         "tensor_model_parallel_size": split.tensor, "pipeline_model_parallel_size": split.pipeline,
         "context_parallel_size": split.context, "expert_model_parallel_size": split.expert,
-        "micro_batch_size": choice.microbatch_size,
+        "micro_batch_size": choice.microbatch_size, "seq_length": split.sequence_length,
         "global_batch_size": choice.num_microbatches * choice.microbatch_size * split.data,
         "sequence_parallel": split.tensor > 1, "use_distributed_optimizer": split.replicas > 1,
         "overlap_grad_reduce": split.replicas > 1, "overlap_param_gather": split.replicas > 1,
@@ -68,12 +78,64 @@ def found_otherwise(parsed: argparse.Namespace, made: ChosenWidths) -> list[str]
     return [name for name, value in expected.items() if getattr(parsed, name) != value]
 
 
+REPLACED = ("datasets", "flash_attn", "grouped_gemm", "functorch")
+
+
+class Replaced:
+    """Finds packages that are not needed to read a configuration, each with any name in it."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """The specification of a package or module in one."""
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in REPLACED else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        """A module with every attribute."""
+        return MagicMock(__path__=[], __spec__=spec, __name__=spec.name, __version__="9.9.9")
+
+    def exec_module(self, module: Any) -> None:
+        """Nothing is run."""
+
+
+def nanotron_problem(text: str, made: ChosenWidths, checkout: Path) -> str:
+    """What nanotron's dataclasses refuse, or read otherwise than the plan has it."""
+    import dacite
+
+    if str(checkout / "src") not in sys.path:
+        sys.path.insert(0, str(checkout / "src"))
+        sys.meta_path.append(Replaced())  # type: ignore[arg-type]
+    from nanotron.config.config import OptimizerArgs, TokensArgs
+    from nanotron.config.parallelism_config import ParallelismArgs
+
+    sections, strict = yaml.safe_load(text), dacite.Config(strict=True, check_types=False)
+    parallel = dacite.from_dict(ParallelismArgs, sections["parallelism"], config=strict)
+    tokens = dacite.from_dict(TokensArgs, {**sections["tokens"], "train_steps": 1}, config=strict)
+    choice, split = made.best.choice, made.best.choice.widths
+    pairs = {
+        "dp": (parallel.dp, split.data), "pp": (parallel.pp, split.pipeline), "tp": (parallel.tp, split.tensor),
+        "engine": (type(parallel.pp_engine).__name__, "OneForwardOneBackwardPipelineEngine"),
+        "recompute_layer": (parallel.recompute_layer, choice.recompute == "always"),
+        "sequence_length": (tokens.sequence_length, split.sequence_length),
+        "micro_batch_size": (tokens.micro_batch_size, choice.microbatch_size),
+        "batch_accumulation_per_replica": (tokens.batch_accumulation_per_replica, choice.num_microbatches),
+        "optimizer": (set(sections["optimizer"]) - set(OptimizerArgs.__dataclass_fields__), set()),
+    }  # fmt: skip
+    return ", ".join(name for name, (found, planned) in pairs.items() if found != planned)
+
+
+def version_of(checkout: Path) -> str:
+    """The commit of a checkout, in parentheses."""
+    command = ["git", "log", "-1", "--format=%h of %as"]
+    found = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False).stdout.strip()
+    return f" ({found})" if found else ""
+
+
 def main() -> None:
     """Parse the launches, and write the table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("checkout", type=Path)
-    checkout = options.parse_args().checkout
-    rows = []
+    options.add_argument("megatron", type=Path)
+    options.add_argument("nanotron", type=Path)
+    given_paths = options.parse_args()
+    checkout, rows, read = given_paths.megatron, [], []
     for model, given in LAUNCHES:
         made = layout_of(model, receiver="megatron", hardware="h200", time_limit=2.0, memory_bytes=10**13, **given)
         text = export(made.plan, to="megatron", profile=made.profile).text
@@ -85,16 +147,23 @@ def main() -> None:
             problem = str(error)
         rows.append((model, str(made.best.choice), sum(x.startswith("--") for x in words), problem or "as planned"))
         print(*rows[-1], sep=" | ", flush=True)
-    version = subprocess.run(
-        ["git", "log", "-1", "--format=%h of %as"], cwd=checkout, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    for model, given in NANOTRON_LAUNCHES:
+        made = layout_of(model, receiver="nanotron", hardware="h200", time_limit=2.0, memory_bytes=10**13, **given)
+        text = export(made.plan, to="nanotron", profile=made.profile).text
+        problem = nanotron_problem(text, made, given_paths.nanotron)
+        read.append((model, str(made.best.choice), text.count(":"), problem or "as planned"))
+        print(*read[-1], sep=" | ", flush=True)
     lines = [
-        "# Launches through Megatron-LM's own argument parser",
+        "# Launches through the code that reads them",
         "",
-        f"Made by `python benchmarks/receivers/launches.py` with a checkout of NVIDIA/Megatron-LM{f' ({version})' if version else ''}: every",
+        f"Made by `python benchmarks/receivers/launches.py` with a checkout of NVIDIA/Megatron-LM{version_of(checkout)}: every",
         "argument is known to its parser, and every value is the plan's.",
         "",
         *markdown(("model", "setting", "arguments", "parsed"), rows),
+        "",
+        f"The sections for huggingface/nanotron{version_of(given_paths.nanotron)}, read by its own dataclasses:",
+        "",
+        *markdown(("model", "setting", "keys", "read"), read),
     ]
     (REPORTS / "receivers" / "launches.md").write_text("\n".join(lines) + "\n")
 

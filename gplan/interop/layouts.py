@@ -40,7 +40,8 @@ def read_layout(text: str, profile: Profile, *, receiver: str) -> Layout:
     take, with the place and what was expected.
     """
     if receiver not in _READERS:
-        raise UsageError(f"layouts of {receiver!r} cannot be read; expected one of {', '.join(_READERS)}")
+        why = "it cuts the blocks itself" if receiver in RECEIVERS else "it is not known"
+        raise UsageError(f"layouts of {receiver!r} cannot be read, {why}; expected one of {', '.join(_READERS)}")
     if not text.strip():
         raise UsageError(f"the layout is empty; expected the text that {RECEIVERS[receiver].title} reads")
     names = tuple(layer.name for layer in profile.layers)

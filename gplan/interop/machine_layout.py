@@ -12,6 +12,7 @@ from gplan.core import Link
 from gplan.core.errors import UsageError
 from gplan.core.units import parse_network
 from gplan.interop.planning import best_for_receiver
+from gplan.interop.receivers import receiver_named
 from gplan.interop.width_choices import Choice, check_num_stages
 from gplan.interop.width_search import ChosenWidths, PlannedChoice, WidthSearch
 from gplan.partition.even_cuts import EvenCut
@@ -77,6 +78,12 @@ def layout_of(
         )
     if order != ORDER and receiver != "megatron":
         raise UsageError(f"{receiver} places groups as {ORDER}; leave --order out, or take --to megatron")
+    kv_heads = decoder.num_key_value_heads or decoder.num_attention_heads
+    if 0 < kv_heads < (dials["tensor"] or 1) and not receiver_named(receiver).copies_keys:
+        raise UsageError(
+            f"--tensor is {dials['tensor']}, and the model has {kv_heads} heads of keys and values, which {receiver_named(receiver).title} does "
+            f"not copy; take --tensor {kv_heads}, or --to megatron, which does"
+        )
     fixed = {"pipeline" if x == "num_devices" else x: y for x, y in dials.items()}
     if time_limit is not None and not time_limit > 0:
         raise UsageError(f"--time-limit is {time_limit:g} seconds; expected more than 0")
@@ -126,9 +133,11 @@ def _of_given_widths(
         recompute=dials["recompute"] or "never", num_microbatches=count,
     )  # fmt: skip
     profile = search.profile_of(widths, size)
+    own = search.own_cut(profile, widths.pipeline)
+    further: dict[str, Any] = {} if own is None else {"constraints": own}
     plan = best_for_receiver(
         profile, receiver=search.receiver, num_chunks=choice.num_chunks, memory_bytes=search.usable_bytes,
-        time_limit_s=time_limit_s, **search.counts_of(choice),
+        time_limit_s=time_limit_s, **search.counts_of(choice), **further,
     )  # fmt: skip
     ends = np.array([x.end_layer for x in plan.stages])
     one = PlannedChoice(

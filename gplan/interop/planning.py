@@ -87,8 +87,8 @@ def best_for_receiver(
         num_microbatches=num_microbatches,
         recompute=options.get("recompute", "never"),
     )
-    common: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches, **options}
-    return balance(profile, schedule=schedule, constraints=rules.constraints, **common)
+    counts: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches}
+    return balance(profile, schedule=schedule, **{"constraints": rules.constraints, **counts, **options})
 
 
 def import_plan(
@@ -153,7 +153,17 @@ def import_plan(
     rivals = (alternative_of(best, label=f"best for {receiver_named(receiver).title}"), *free)
     bound_s = min(best.proof.lower_bound_s, plan.proof.objective_s)
     proof = replace(plan.proof, solver="the layout given", lower_bound_s=bound_s)
-    return replace(plan, rivals=rivals, proof=proof, notes=(*plan.notes, comparison_text(plan, best)))
+    notes = (*plan.notes, comparison_text(plan, best), *_devices_texts(plan))
+    return replace(plan, rivals=rivals, proof=proof, notes=notes)
+
+
+def _devices_texts(plan: Plan) -> tuple[str, ...]:
+    """How many devices a language model's plan takes, by its widths; none for a profile without widths."""
+    widths = dict(plan.model.settings)
+    if UNDIVIDED not in widths:
+        return ()
+    tensor, replicas = int(widths["tensor"]), f"{plan.num_replicas} replicas (data x context)"
+    return (f"tensor {tensor} x pipeline {plan.num_devices} x {replicas} = {tensor * plan.num_ranks} devices",)
 
 
 def comparison_text(plan: Plan, best: Plan) -> str:

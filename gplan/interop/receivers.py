@@ -26,10 +26,10 @@ from gplan.schedules.request import PipelineSetting
 
 MODEL_INPUT = "the model's input"
 
-Cuts = Literal["calls", "items", "children", "names", "decoder", "blocks"]
+Cuts = Literal["calls", "items", "children", "names", "decoder", "blocks", "own"]
 """Where a receiver cuts: before calls of modules; between the items of a sequence of modules; between children of the model
 and entries of a child that is a list; between modules of a language model by their names; between its embeddings, blocks,
-multi-token prediction and head; between its blocks only."""
+multi-token prediction and head; between its blocks only; nowhere but where it does itself, whatever the plan says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class Receiver:
     max_chunks: int | None = None  # stages of a device; None: any number
     replicas: bool = True  # whether it runs data-parallel pipelines
     tied: Literal["summed", "one stage", "refused"] = "summed"  # a parameter of several layers
+    copies_keys: bool = False  # whether more tensor ranks than heads of keys and values copy these; others refuse
 
     @property
     def default_schedule(self) -> str:
@@ -59,6 +60,7 @@ _MEGATRON = Receiver(
     cuts="decoder",
     schedules={"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"},
     recompute={"never": "", "always": "full"},
+    copies_keys=True,
 )
 
 
@@ -101,6 +103,15 @@ RECEIVERS: dict[str, Receiver] = {
         schedules=None,
         recompute={"never": ""},
         tied="one stage",
+    ),
+    "nanotron": Receiver(
+        title="nanotron",
+        checked_with="nanotron 0.4",
+        how="read by ParallelismArgs, TokensArgs and OptimizerArgs of its configuration",
+        cuts="own",
+        schedules={"1f1b": "1f1b", "gpipe": "afab"},
+        recompute={"never": "false", "always": "true"},
+        max_chunks=1,
     ),
     "deepspeed": Receiver(
         title="DeepSpeed",

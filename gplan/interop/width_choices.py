@@ -14,6 +14,7 @@ from math import prod
 
 from gplan.core.errors import UsageError
 from gplan.core.units import counted
+from gplan.interop.receivers import receiver_named
 from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths, places_alike
 from gplan_profiler.analytic.decoder_profile import check_divisions, token_divisions
 from gplan_profiler.analytic.hardware import Hardware
@@ -61,6 +62,7 @@ class WidthSpace:
     batch_size: int
     sequence_length: int
     order: str = ORDER
+    receiver: str = "megatron"
     fixed: dict[str, int | str | None] = field(default_factory=dict)  # dials that are given, by their names
 
     def choices(self) -> Iterator[Choice]:
@@ -105,6 +107,7 @@ class WidthSpace:
         """Stages of a device: a few, and more where blocks, with the first or last layer or both, are shared out evenly."""
         num_blocks = self.decoder.num_hidden_layers
         most = 1 if pipeline == 1 else (num_blocks + 2) // pipeline
+        most = min(most, receiver_named(self.receiver).max_chunks or most)
         is_even = {x for x in range(1, most + 1) for ends in range(3) if not (num_blocks + ends) % (x * pipeline)}
         return [x for x in range(1, most + 1) if x <= _FEW_CHUNKS or x in is_even]
 
@@ -116,12 +119,10 @@ class WidthSpace:
     def _is_divided_by(self, tensor: int) -> bool:
         """Whether a tensor width divides the heads."""
         model = self.decoder
-        counts = (
-            model.num_key_value_heads or model.num_attention_heads,
-            model.num_attention_heads,
-            model.linear_num_value_heads,
-        )
-        return not any(x % tensor for x in counts)
+        kv_heads = model.num_key_value_heads or model.num_attention_heads
+        if receiver_named(self.receiver).copies_keys and kv_heads and not tensor % kv_heads:
+            kv_heads = tensor
+        return not any(x % tensor for x in (kv_heads, model.num_attention_heads, model.linear_num_value_heads))
 
     def _experts(self, num_ranks: int) -> list[int]:
         experts = self.decoder.routed_experts

@@ -6,7 +6,7 @@ The search is a branch and bound over the settings of `width_choices`:
 2. In the order of what an even pipeline would take, settings whose bound is below the best step so far get the best of
    some even partitions (`even_cuts`), and then of moves of single layers.
 3. The setting with the lowest bound is taken again and again, and its bound raised or its partition bettered: by a program
-   over the blocks where these are equal but for a few at the ends (`block_program`), else by the search of any partition (`solve`).
+   over the blocks where these are equal, or of few kinds in turns, but for a few at the ends (`block_program`), else by the search of any partition (`solve`).
 
 It ends when no bound is much below the best step, or the time is up. The smallest bound left proves the gap.
 """
@@ -14,14 +14,14 @@ It ends when no bound is much below the best step, or the time is up. The smalle
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from gplan.core import Plan, Profile
+from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted
 from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE
@@ -41,6 +41,7 @@ from gplan.strategy_search.bounds import SettingBounds
 from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import Hardware
+from gplan_profiler.analytic.trainers import MEGATRON, NANOTRON, layers_by_cost
 
 _GAPS = (0.02, 0.01, 0.005)  # all bounds are raised to within the first of the best step, then the second, the third
 _EVEN_CUTS_SHARE = 0.6  # of the time, for even partitions
@@ -50,11 +51,13 @@ _NUM_REPLAYED = 40  # settings at most that are replayed until one fits with wha
 _REPLAYED_SHARE = 0.1  # of the time, after the search, for that
 _PARTITION_LIMIT_S = 5.0  # of one search of any partition
 _MAX_ACTIONS = 120_000  # of a step: where there are more, partitions of unequal blocks are not searched
+_TURNS_S = (0.3, 1.0, 3.0, 10.0, INFINITY)  # of a setting's program, which others have before it goes on
 _TURN = 1.003  # times the next lowest bound: so far a program raises its own before another setting has its turn
 _EVEN_MARGIN = 1.05  # times the best step: settings whose even pipeline would take longer get no even partition
 _NUM_UNPLANNED = 10  # sets of widths without a partition that are named
 _LARGER_NODES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """Numbers of nodes that are tried where a model does not fit."""
+_TRAINERS = {"nanotron": NANOTRON}  # whose kernels are not Megatron-LM's; others are priced as that
 _NUM_TRIED = 16  # settings of each of these machines
 
 
@@ -90,9 +93,7 @@ class ChosenWidths:
     profile: Profile
     receiver: str
     planned: tuple[PlannedChoice, ...]  # the chosen one, then the others, fastest first
-    unplanned: tuple[
-        tuple[Choice, float], ...
-    ] = ()  # of widths without a partition: lower bounds in seconds, lowest first
+    unplanned: tuple[tuple[Choice, float], ...] = ()  # widths without a partition: bounds in seconds, lowest first
     lower_bound_s: float  # of all settings
     ruled_out: Counter[str] = field(default_factory=Counter)  # how many settings, by the reason
     num_choices: int = 1
@@ -130,7 +131,7 @@ class WidthSearch:
         """The settings."""
         return WidthSpace(
             decoder=self.decoder, hardware=self.hardware, num_devices=self.num_devices, batch_size=self.batch_size,
-            sequence_length=self.sequence_length, order=self.order, fixed=self.fixed,
+            sequence_length=self.sequence_length, order=self.order, receiver=self.receiver, fixed=self.fixed,
         )  # fmt: skip
 
     @property
@@ -143,9 +144,10 @@ class WidthSearch:
     def profile_of(self, widths: Widths, size: int) -> Profile:
         """The computed profile of some widths, with micro-batches of `size` samples."""
         if (widths, size) not in self._profiles:
+            trainer = _TRAINERS.get(self.receiver, MEGATRON)
             made = DecoderProfile(
-                name=self.name, decoder=self.decoder, widths=widths, hardware=self.hardware, fuses_cross_entropy=True,
-                divides_state=widths.replicas == 1,
+                name=self.name, decoder=self.decoder, widths=widths, hardware=self.hardware, trainer=trainer,
+                fuses_cross_entropy=not trainer.casts_logits, divides_state=widths.replicas == 1,
             )  # fmt: skip
             self._profiles[widths, size] = made.profile((size,))
         return self._profiles[widths, size]
@@ -165,10 +167,23 @@ class WidthSearch:
         rules, counts = ForReceiver.of(self.receiver, profile), self.counts_of(choice)
         schedule = rules.default_schedule if choice.num_chunks == 1 else f"interleaved-1f1b:{choice.num_chunks}"
         rules.check(schedule, **{x: counts[x] for x in ("num_devices", "num_microbatches", "recompute")})
-        return problem_of(
-            profile,
-            PlanRequest(schedule=schedule, constraints=rules.constraints, memory_bytes=self.usable_bytes, **counts),
-        )
+        constraints = self.own_cut(profile, choice.widths.pipeline) or rules.constraints
+        request = PlanRequest(schedule=schedule, constraints=constraints, memory_bytes=self.usable_bytes, **counts)
+        return problem_of(profile, request)
+
+    def own_cut(self, profile: Profile, num_stages: int) -> Constraints | None:
+        """The stages of a trainer that cuts layers itself; None for others; raises UsageError where a stage is empty."""
+        if not _TRAINERS.get(self.receiver, MEGATRON).counts_blocks:
+            return None
+        if self.decoder.kv_lora_rank or self.decoder.num_nextn_predict_layers:
+            raise UsageError(
+                f"{self.receiver} trains models like Llama, without latent attention or multi-token prediction"
+            )
+        counts = layers_by_cost(self.decoder, num_stages)
+        if not all(counts):
+            raise UsageError(f"{self.receiver} leaves a stage of {num_stages} without layers; take fewer (--pp)")
+        ends = np.cumsum(counts)[:-1]
+        return Constraints(cut_after=tuple(profile.layers[x].name for x in ends))
 
     def bounds_of(self, choice: Choice) -> ChoiceBounds:
         """The bounds of a setting in closed form."""
@@ -177,7 +192,11 @@ class WidthSearch:
 
     def even_cut(self, problem: Problem) -> EvenCut | None:
         """The best of some even partitions of a setting; None where none of them fits the memory."""
-        parts = decoder_of([x.name for x in problem.costs.profile.layers], self.name)
+        names = [x.name for x in problem.costs.profile.layers]
+        if given := problem.constraints.cut_after:
+            cut = priced_cut(problem, np.array([*(names.index(x) + 1 for x in given), len(names)]))
+            return cut if cut.peak_bytes <= self.usable_bytes else None
+        parts = decoder_of(names, self.name)
         return best_even_cut(problem, parts.blocks, head=parts.head.start)
 
     def bettered_cut(self, problem: Problem, start: EvenCut | None, deadline_s: float) -> EvenCut | None:
@@ -296,18 +315,28 @@ class _SearchState:
         for i in order[:_NUM_BETTERED]:
             if time.perf_counter() > deadline_s or even_s[i] >= self.best_s:
                 break
-            if (problem := self._problem(i)) is not None:
+            if (problem := self._problem(i)) is not None and not problem.constraints.cut_after:
                 start = self.planned[i].cut if i in self.planned else None
                 self._record(i, 0.0, self.search.bettered_cut(problem, start, deadline_s), "even-cuts/moves")
 
     def close_gap(self, gap: float, *, deadline_s: float) -> None:
-        """Raise the lowest bounds, or better the best step, until they are within this share of each other."""
-        while time.perf_counter() < deadline_s:
-            enough_s = self.best_s * (1 - gap) if self.planned else INFINITY
-            still_open = [i for i, x in enumerate(self.bounds_s) if x < enough_s and i not in self.finished]
-            if not still_open:
-                return
-            self._improve(min(still_open, key=self.bounds_s.__getitem__), gap, deadline_s)
+        """Raise the lowest bounds, or better the best step, until they are within this share of each other.
+
+        The bound of all is the lowest, but one setting whose program is hard must not take the time of all others.
+        """
+        spent_s = defaultdict[int, float](float)
+        for turn_s in _TURNS_S:
+            while (now_s := time.perf_counter()) < deadline_s:
+                enough_s = self.best_s * (1 - gap) if self.planned else INFINITY
+                lowest = sorted(
+                    (x, i) for i, x in enumerate(self.bounds_s)
+                    if x < enough_s and i not in self.finished and spent_s[i] < turn_s
+                )[:2]  # fmt: skip
+                if not lowest:
+                    break
+                i, until_s = lowest[0][1], _TURN * (lowest[1][0] if lowest[1:] else INFINITY)
+                self._improve(i, gap, until_s=until_s, deadline_s=min(deadline_s, now_s + turn_s))
+                spent_s[i] += time.perf_counter() - now_s
 
     def _problem(self, i: int) -> Problem | None:
         """The problem of a setting; None, and the reason kept, where the trainer cannot run it."""
@@ -319,15 +348,14 @@ class _SearchState:
             self.refused = self.refused or str(error)
             return None
 
-    def _improve(self, i: int, gap: float, deadline_s: float) -> None:
-        """Better the partition of a setting, or raise its bound."""
+    def _improve(self, i: int, gap: float, *, until_s: float, deadline_s: float) -> None:
+        """Better the partition of a setting, or raise its bound to `until_s`."""
         problem = self._problem(i)
         if problem is None:
             return
         if blocks := equal_blocks(problem):
             program = self.programs.setdefault(i, BlockProgram(problem, blocks))
             known = Counted(cut=None, step_s=self.best_s, lower_bound_s=self.bounds_s[i])
-            until_s = _TURN * sorted(self.bounds_s)[1] if self.bounds_s[1:] else INFINITY
             counted_blocks = program.solve(known, enough=gap, deadline_s=deadline_s, until_s=until_s)
             self._record(i, counted_blocks.lower_bound_s, counted_blocks.cut, "block-program/HiGHS")
             if counted_blocks.is_final:

@@ -1,9 +1,10 @@
-"""The best numbers of blocks on stages where most blocks are equal, by cutting planes: a program in integers.
+"""The best numbers of blocks on stages where most blocks repeat, by cutting planes: a program in integers.
 
-Seconds and bytes of a stage are then linear in its number of blocks n_s. The few layers before and after the equal blocks
-lie on the first and the last stages in a few ways c, of which one is taken: y_c = 1. So every path through the step is a row
-    T >= sum over s of (a_s n_s + sum over c of b_sc y_c)                      Paths of critical_path
-and every moment of a device at which its memory may peak is another. The program has the rows found so far; its solution
+Seconds and bytes of a stage are then linear in its numbers n_ks of blocks of each kind k. The few layers before and after
+these lie on the first and the last stages in a few ways c, of which one is taken: y_c = 1. So every path through the step is
+    T >= sum over s of (sum over k of a_ks n_ks + sum over c of b_sc y_c)      Paths of critical_path
+and every moment of a device at which its memory may peak is a row too. Kinds take turns, as attention to all tokens and to
+near ones: the blocks up to any stage have each kind's share of them, but for what the turns allow. The program has the rows found so far; its solution
 is simulated, and the longest path of that step is the next row (cutting planes; Kelley 1960). First the relaxation to
 real numbers is solved until no row is violated, then the program in integers. The bound of each of them holds for every
 partition; every solution in integers is a partition, priced by simulation.
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations, groupby
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,19 @@ from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.candidates import INFINITY, stage_seconds
 from gplan.partition.critical_path import TIMES, Paths, paths_of
 from gplan.partition.even_cuts import EvenCut, priced_cut, with_few_microbatches
-from gplan.partition.problem import Problem, moments_of
+from gplan.partition.problem import Problem, device_peaks, moments_of
 
 _SLACK = 1e-9
 _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxation
 _PATIENCE, _WORTH = 10, 5e-4  # so many rows raise the relaxation's bound by less: integers may raise it more
-_MOST_DEVICES = 12  # whose memory is in the program; of a solution it is looked at on all
+_MOST_DEVICES, _MORE_DEVICES = (
+    12,
+    4,
+)  # whose memory is in the program at first, and more for a solution that they do not fit
 _TOLD_APART_S = 1e-4  # steps that differ by less may be the same to the solver, whose tolerance is 1e-6
-_SHORTEST_S = 0.2  # of one program in integers
+_SHORTEST_S = 0.2  # of one solution
 _MOST_ENDS = 128  # ways in which the other layers lie on stages
+_MOST_KINDS = 4  # of blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +64,43 @@ class Ends:
 
 
 def equal_blocks(problem: Problem) -> range | None:
-    """The longest run of layers with the same costs that a program counts; None where too many others are beside it."""
-    layers = problem.costs.profile.layers
-    runs, start = list[range](), 0
-    for _, same in groupby(layers, key=lambda x: (x.weight_bytes, x.gradient_bytes, x.num_parameters, x.costs)):
-        start += len(run := list(same))
-        runs.append(range(start - len(run), start))
-    blocks = max(runs, key=len)
-    is_open = blocks.start > 0 and blocks.stop < len(layers) and not problem.constraints and len(blocks) > 1
-    return blocks if is_open and 2 ** (len(layers) - len(blocks)) <= _MOST_ENDS else None
+    """The longest run of layers that a program counts: equal ones, or few kinds in turns; None where too many others are beside it."""
+    kinds = _kinds_of(problem)
+    for most_kinds in range(1, _MOST_KINDS + 1):
+        ends = [_end_of_run(kinds, start, most_kinds) for start in range(len(kinds))]
+        start = max(range(len(kinds)), key=lambda x: ends[x] - x)
+        blocks = range(start, ends[start])
+        is_open = blocks.start > 0 and blocks.stop < len(kinds) and not problem.constraints and len(blocks) > 1
+        is_regular = 2 * _period(kinds[start : blocks.stop]) <= len(blocks)
+        if is_open and is_regular and 2 ** (len(kinds) - len(blocks)) <= _MOST_ENDS:
+            return blocks
+    return None
+
+
+def _kinds_of(problem: Problem) -> list[int]:
+    """[L]: numbers, the same for layers with the same costs."""
+    found, kinds = list[tuple[Any, ...]](), list[int]()
+    for x in problem.costs.profile.layers:
+        costs = (x.weight_bytes, x.gradient_bytes, x.num_parameters, x.costs)
+        if costs not in found:
+            found.append(costs)
+        kinds.append(found.index(costs))
+    return kinds
+
+
+def _end_of_run(kinds: Sequence[int], start: int, most_kinds: int) -> int:
+    """Where a run of so many kinds ends that begins there."""
+    found = set[int]()
+    for x in range(start, len(kinds)):
+        found.add(kinds[x])
+        if len(found) > most_kinds:
+            return x
+    return len(kinds)
+
+
+def _period(kinds: Sequence[int]) -> int:
+    """After how many blocks their kinds repeat."""
+    return next(x for x in range(1, len(kinds) + 1) if kinds[x:] == kinds[: len(kinds) - x])
 
 
 @dataclass(frozen=True)
@@ -97,23 +130,26 @@ class BlockProgram:
         while time.perf_counter() < deadline_s and known.lower_bound_s < min(until_s, known.step_s * (1 - enough)):
             most_s = known.step_s * (1 - enough) if known.step_s * enough > _TOLD_APART_S else INFINITY
             rows.limit_step(most_s)
-            found = rows.solved(deadline_s)
+            found, is_interrupted = rows.solved(deadline_s)
             if not rows.has_solutions():  # of so short a step
                 rows.limit_step(INFINITY)
                 return replace(known, lower_bound_s=most_s)
             bound_s = min(rows.bound_s * (1 - _SLACK), known.step_s)
             known = replace(known, lower_bound_s=max(known.lower_bound_s, bound_s))
             if found is None:
-                return replace(known, is_final=True)
+                return replace(known, is_final=not is_interrupted)
+            is_over = False  # the memory of devices that are not in the program so far
             if rows.in_integers:
                 found = np.round(found)
-                known = self._tried(known, found.astype(np.int64))
+                known, is_over = self._tried(rows, known, found.astype(np.int64))
+            if is_interrupted:
+                return known
             bounds_s.append(rows.bound_s)
             middle = found if middle is None else 0.5 * (middle + found)
             worth_s = rows.bound_s * (1 + (_SLACK if rows.in_integers else _ENOUGH))
             is_cut = self._cut_off(rows, middle, found) > worth_s or self._cut_off(rows, found, found) > worth_s
             is_slow = len(bounds_s) > _PATIENCE and bounds_s[-1] < bounds_s[-_PATIENCE] * (1 + _WORTH)
-            if rows.in_integers and not is_cut:
+            if rows.in_integers and not is_cut and not is_over:
                 return replace(known, is_final=True)
             if not rows.in_integers and (is_slow or not is_cut):
                 rows.count_in_integers(True)
@@ -129,30 +165,56 @@ class BlockProgram:
         rows.add([*-seconds, 1.0], 0.0, INFINITY)
         return seconds
 
-    def _tried(self, known: Counted, values: Ints) -> Counted:
-        """What is known with one more partition, if it fits."""
+    def _tried(self, rows: _Rows, known: Counted, values: Ints) -> tuple[Counted, bool]:
+        """What is known with one more partition, if it fits; else whether devices that it does not fit are in the rows now."""
         num_stages = self.problem.num_stages
-        way = self._ways[int(np.argmax(values[num_stages:]))]
-        ranges = np.array([self._layers_of(s, int(values[s]), way) for s in range(num_stages)])
+        way = self._ways[int(np.argmax(values[-len(self._ways) :]))]
+        counts = values[: -len(self._ways)].reshape(-1, num_stages).sum(axis=0)
+        ranges = np.array([self._layers_of(s, int(counts[s]), way) for s in range(num_stages)])
         ends = np.cumsum(ranges[:, 1] - ranges[:, 0])
         cut, limit = priced_cut(self.problem, ends), self.problem.memory_of(0)
-        is_better = cut.step_s < known.step_s and (limit is None or cut.peak_bytes <= limit)
-        return replace(known, cut=cut, step_s=cut.step_s) if is_better else known
+        if limit is None or cut.peak_bytes <= limit:
+            return replace(known, cut=cut, step_s=cut.step_s) if cut.step_s < known.step_s else known, False
+        first = np.concatenate([[0], ends[:-1]])
+        peaks = device_peaks(self._few, first[:, None], ends[:, None])[:, 0]
+        over = [x for x in np.argsort(-peaks).tolist() if peaks[x] > limit and x not in rows.devices]
+        for device in over[:_MORE_DEVICES]:
+            self._add_memory(rows, device)
+        return known, bool(over)
 
     @cached_property
     def _rows(self) -> _Rows:
-        """The program so far: a variable for the blocks of each stage, one for each way, and the step."""
-        num_stages, num_blocks = self.problem.num_stages, len(self.blocks)
-        rows = _Rows.of([num_blocks] * num_stages + [1] * len(self._ways))
-        rows.add([1.0] * num_stages + [0.0] * len(self._ways) + [0.0], num_blocks, num_blocks)
-        rows.add([0.0] * num_stages + [1.0] * len(self._ways) + [0.0], 1.0, 1.0)
+        """The program so far: a variable for the blocks of each kind and stage, one for each way, and the step."""
+        num_stages, num_blocks, num_ways = self.problem.num_stages, len(self.blocks), len(self._ways)
+        shares, none = np.bincount(self._kinds) / num_blocks, [0.0] * num_ways
+        rows = _Rows.of([num_blocks] * num_stages * len(shares) + [1] * num_ways)
+        rows.add([0.0] * num_stages * len(shares) + [1.0] * num_ways + [0.0], 1.0, 1.0)
+        for kind, share in enumerate(shares):
+            ahead = np.cumsum(self._kinds == kind) - share * np.arange(1, num_blocks + 1)  # of its share
+            for stage in range(num_stages - 1 if kind else 0):
+                before = np.arange(num_stages) <= stage
+                slopes = np.concatenate([((x == kind) - share) * before for x in range(len(shares))])
+                rows.add([*slopes, *none, 0.0], min(0.0, ahead.min()), max(0.0, ahead.max()))
+            own = np.repeat(np.arange(len(shares)) == kind, num_stages).astype(float)
+            rows.add([*own, *none, 0.0], share * num_blocks, share * num_blocks)
         for stage, (least, most) in enumerate(zip(*self._least_and_most, strict=True)):
-            own = -np.eye(num_stages)[stage]
+            own = -np.tile(np.eye(num_stages)[stage], len(shares))
             rows.add([*own, *least, 0.0], -INFINITY, 0.0)
             rows.add([*-own, *-most, 0.0], -INFINITY, 0.0)
-        for slopes, most_gib in self._memory_rows:
-            rows.add([*slopes, 0.0], -INFINITY, most_gib)
+        last = self.problem.num_devices - 1
+        for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, _MOST_DEVICES))}):
+            self._add_memory(rows, device)
         return rows
+
+    @cached_property
+    def _kinds(self) -> Ints:
+        """[blocks]: the kind of each."""
+        return np.unique(_kinds_of(self.problem)[self.blocks.start : self.blocks.stop], return_inverse=True)[1]
+
+    def _counts(self, first: int, end: int) -> Ints:
+        """[kinds]: the blocks among layers first to end - 1."""
+        own = self._kinds[max(first - self.blocks.start, 0) : max(end - self.blocks.start, 0)]
+        return np.bincount(own, minlength=int(self._kinds.max()) + 1)
 
     @cached_property
     def _paths(self) -> Paths:
@@ -213,28 +275,33 @@ class BlockProgram:
         return least, most
 
     def _linear(self, stage: int, costs_of: Callable[[int, int], Floats]) -> Floats:
-        """[1 + ways, costs]: the costs of a stage for each block, and for each way beside its blocks."""
-        plain = self._ways[0]
-        if self.problem.num_stages == 1:
-            slope = 0 * costs_of(0, self.problem.num_layers)
-        else:
-            one, two = (costs_of(*self._layers_of(stage, count, plain)) for count in (1, 2))
-            slope = two - one
-        counts = self._least_and_most[0][stage].astype(int).tolist()
-        known = {
-            key: costs_of(*key) - count * slope
-            for key, count in {
-                self._layers_of(stage, count, way): count for count, way in zip(counts, self._ways, strict=True)
-            }.items()
-        }
-        fixed = [known[self._layers_of(stage, count, way)] for count, way in zip(counts, self._ways, strict=True)]
-        return np.array([slope, *fixed])
+        """[kinds + ways, costs]: the costs of a stage for each block of a kind, and for each way beside its blocks.
+
+        Where kinds differ in what is a maximum over blocks, such as a workspace, never more than the costs.
+        """
+        period, slopes = _period(self._kinds.tolist()), dict[int, Floats]()
+        for count in range(period, 2 * period) if self.problem.num_stages > 1 else ():  # all kinds are there before
+            without, with_one = (self._layers_of(stage, x, self._ways[0]) for x in (count, count + 1))
+            kind = int(np.argmax(self._counts(*with_one) - self._counts(*without)))
+            if kind not in slopes:
+                slopes[kind] = costs_of(*with_one) - costs_of(*without)
+        counts, known = self._least_and_most[0][stage].astype(int).tolist(), dict[tuple[int, int], Floats]()
+        slope = np.array(
+            [slopes[x] for x in sorted(slopes)] or [0 * costs_of(0, self.problem.num_layers)] * len(self._counts(0, 0))
+        )
+        keys = [self._layers_of(stage, count, way) for count, way in zip(counts, self._ways, strict=True)]
+        for first, end in set(keys):
+            is_inside = self.blocks.start <= first and end <= self.blocks.stop
+            shifted = [(first + x, end + x) for x in range(period if is_inside else 1)]
+            known[first, end] = np.min([costs_of(*x) - self._counts(*x) @ slope for x in shifted], axis=0)
+        return np.array([*slope, *(known[x] for x in keys)])
 
     @cached_property
     def _times(self) -> Floats:
         """[variables, S, times]: what stages take for each block of theirs, and for each way beside that."""
-        num_stages = self.problem.num_stages
-        found = np.zeros((num_stages + len(self._ways), num_stages, len(TIMES)))
+        num_stages, num_ways = self.problem.num_stages, len(self._ways)
+        num_kinds = len(self._counts(0, 0))
+        found = np.zeros((num_kinds * num_stages + num_ways, num_stages, len(TIMES)))
         for stage in range(num_stages):
 
             def times_of(first: int, end: int, stage: int = stage) -> Floats:
@@ -247,34 +314,31 @@ class BlockProgram:
                 return np.array([0.0 if x is None else float(x[0]) for x in values.values()])
 
             linear = self._linear(stage, times_of)
-            found[stage, stage], found[num_stages:, stage] = linear[0], linear[1:]
+            found[stage:-num_ways:num_stages, stage], found[-num_ways:, stage] = linear[:num_kinds], linear[num_kinds:]
         return found
 
-    @cached_property
-    def _memory_rows(self) -> list[tuple[Floats, float]]:
-        """What a device holds at a moment for each variable, and the most, in GiB."""
-        limit, found = self.problem.memory_of(0), list[tuple[Floats, float]]()
+    def _add_memory(self, rows: _Rows, device: int) -> None:
+        """Add what a device holds at each moment for each variable, and the most, in GiB."""
+        limit, num_stages = self.problem.memory_of(device), self.problem.num_stages
         if limit is None:
-            return found
-        last, num_stages = self.problem.num_devices - 1, self.problem.num_stages
-        for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, _MOST_DEVICES))}):
-            stages = self.problem.stages_by_device[device]
-            linear = list[Floats]()
-            for s in stages:
+            return
+        rows.devices.add(device)
+        num_kinds, num_ways = len(self._counts(0, 0)), len(self._ways)
+        stages, linear = self.problem.stages_by_device[device], list[Floats]()
+        for s in stages:
 
-                def bytes_of(first: int, end: int, s: int = s) -> Floats:
-                    parts = self._few.costs.part_rows(np.array([first]), np.array([end]), self._few.boundaries(s))
-                    return parts[:, 0].astype(float)
+            def bytes_of(first: int, end: int, s: int = s) -> Floats:
+                parts = self._few.costs.part_rows(np.array([first]), np.array([end]), self._few.boundaries(s))
+                return parts[:, 0].astype(float)
 
-                linear.append(self._linear(s, bytes_of))
-            for counts in moments_of(self._few, *stages).counts:
-                slopes = np.zeros(num_stages + len(self._ways))
-                for stage, own, parts in zip(stages, counts, linear, strict=True):
-                    held = parts @ own
-                    slopes[stage] = held[0]
-                    slopes[num_stages:] += held[1:]
-                found.append((slopes / 2**30, limit / 2**30 + _SLACK))
-        return found
+            linear.append(self._linear(s, bytes_of))
+        for counts in moments_of(self._few, *stages).counts:
+            slopes = np.zeros(num_kinds * num_stages + num_ways)
+            for stage, own, parts in zip(stages, counts, linear, strict=True):
+                held = parts @ own
+                slopes[stage:-num_ways:num_stages] = held[:num_kinds]
+                slopes[-num_ways:] += held[num_kinds:]
+            rows.add([*(slopes / 2**30), 0.0], -INFINITY, limit / 2**30 + _SLACK)
 
 
 @dataclass
@@ -284,6 +348,7 @@ class _Rows:
     solver: Any
     num_variables: int
     in_integers: bool = False
+    devices: set[int] = field(default_factory=set)  # whose memory is in the rows
     is_infeasible: bool = False
     num_solved: int = 0
     bound_s: float = 0.0  # of the last solution
@@ -325,13 +390,12 @@ class _Rows:
         places = np.flatnonzero(every).astype(np.int32)
         self.solver.addRow(least, most, len(places), places, every[places])
 
-    def solved(self, deadline_s: float) -> Floats | None:
-        """[variables]: the best solution; None where there is none, or none was found in time."""
+    def solved(self, deadline_s: float) -> tuple[Floats | None, bool]:
+        """[variables]: the best solution, None where there is none, or none was found in time; whether the time ended it."""
         import highspy
 
-        if self.in_integers:
-            left_s = max(_SHORTEST_S, deadline_s - time.perf_counter())
-            self.solver.setOptionValue("time_limit", self.solver.getRunTime() + left_s)
+        left_s = max(_SHORTEST_S, deadline_s - time.perf_counter())
+        self.solver.setOptionValue("time_limit", self.solver.getRunTime() + left_s)
         self.solver.run()
         self.num_solved += 1
         status, info = self.solver.getModelStatus(), self.solver.getInfo()
@@ -342,4 +406,4 @@ class _Rows:
             self.bound_s = info.objective_function_value
         found = np.array(self.solver.getSolution().col_value)
         has_found = len(found) and np.isfinite(info.objective_function_value) and not self.is_infeasible
-        return found[: self.num_variables] if has_found else None
+        return found[: self.num_variables] if has_found else None, status == highspy.HighsModelStatus.kTimeLimit

@@ -100,7 +100,17 @@ def test_a_format_that_is_not_known_names_those_that_are() -> None:
 # Real models: what each format makes of the names that capture gives
 
 FIT = {
-    "transformer_lm": {"torchtitan", "megatron", "verl", "deepspeed", "torchgpipe", "pytorch", "vllm", "sglang"},
+    "transformer_lm": {
+        "torchtitan",
+        "megatron",
+        "verl",
+        "nanotron",
+        "deepspeed",
+        "torchgpipe",
+        "pytorch",
+        "vllm",
+        "sglang",
+    },
     "resnet": {"torchtitan", "deepspeed", "torchgpipe", "pytorch"},
     "unet": {"torchtitan", "deepspeed", "torchgpipe", "pytorch"},
 }

@@ -47,6 +47,22 @@ def test_settings_use_every_device_and_every_sample() -> None:
     assert {x.widths.expert for x in experts.space.choices()} == {1, 2, 4}
 
 
+def test_more_tensor_ranks_than_heads_of_keys_where_the_trainer_copies_them() -> None:
+    """Megatron-LM gathers queries, keys and values, and each rank keeps a whole head; torchtitan refuses such widths."""
+    decoder = load_decoder("qwen3-30b-a3b", {"num_hidden_layers": 4})  # 4 heads of keys
+    widths = {}
+    for receiver in ("megatron", "torchtitan"):
+        made = search(decoder=decoder, num_devices=8, receiver=receiver)
+        widths[receiver] = {x.widths.tensor for x in made.space.choices()}
+    assert widths == {"megatron": {1, 2, 4, 8}, "torchtitan": {1, 2, 4}}
+    made = search(decoder=decoder, num_devices=8)
+    keys_of = {}
+    for tensor in (4, 8):
+        block = made.profile_of(Widths(tensor=tensor), 1).layers[1].costs[0]
+        keys_of[tensor] = block.stash_bytes
+    assert keys_of[8] > keys_of[4] / 2  # a rank has half of all but the keys and values
+
+
 def every_step_s(made: WidthSearch, choice: Choice) -> list[float]:
     """The steps of all partitions of a setting that fit the memory."""
     problem = made.problem(choice)
@@ -94,6 +110,7 @@ FEW_EXPERTS = {
         ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}, range(4, 8)),
         ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 0}, range(4, 8)),
         ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}, range(2, 8)),
+        ("gpt-oss-20b", {"num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 1}, range(1, 6)),
     ],
 )
 def test_blocks_counted_by_a_program_are_the_best(
@@ -103,7 +120,7 @@ def test_blocks_counted_by_a_program_are_the_best(
 
     Multi-token prediction shares the embedding, and devices with a shared weight wait for each other: in no path.
     """
-    off = 0.01 if settings.get("num_nextn_predict_layers") else 1e-5
+    off = 0.01 if settings.get("num_nextn_predict_layers") else 1e-4
     fixed: dict[str, int | str | None] = {"microbatch_size": 1, "tensor": 1, "pipeline": 4, "data": 1}
     made = search(decoder=load_decoder(model, settings), fixed=fixed, memory_bytes=memory_bytes)
     for choice in made.space.choices():
@@ -286,6 +303,7 @@ def test_layout_on_a_machine(
     assert gplan_exits("layout", "llama-3-8b", *arguments) == 0
     captured = capsys.readouterr()
     assert "--tensor-model-parallel-size 2" in captured.out and "--sequence-parallel" in captured.out
+    assert "--seq-length 4096" in captured.out
     assert "predicted: a step of" in captured.err and "the best found of" in captured.err
     assert gplan_exits("layout", "llama3-8b", "--gpus", "4", "--network", "400GB/s*8") == 2
     assert "did you mean 400Gb/s*8 (bits)?" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from gplan.interop.author_layers import authored_plan, authored_profile
 from gplan.interop.export.layer_counts import to_deepspeed, to_inference, to_torchgpipe
 from gplan.interop.export.megatron import to_megatron, to_verl
 from gplan.interop.export.module_lists import to_automodel, to_torchtitan
+from gplan.interop.export.nanotron import to_nanotron
 from gplan.interop.export.requirements import Export
 from gplan.interop.export.torch_pipelining import to_csv, to_pytorch
 from gplan.interop.receivers import RECEIVERS, check_granularity
@@ -57,6 +58,7 @@ FORMATS: dict[str, Callable[[Plan, Profile | None], Export]] = {
     "megatron": to_megatron,
     "verl": to_verl,
     "automodel": to_automodel,
+    "nanotron": to_nanotron,
     "deepspeed": to_deepspeed,
     "torchgpipe": to_torchgpipe,
     "pytorch": to_pytorch,
@@ -95,10 +97,10 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
 def _as_the_trainer_counts(plan: Plan, *, has_replicas: bool) -> Plan:
     """A language model's plan with the replicas that have batches of their own, and its trainer's own sharding of state.
 
-    Its profile, computed from sizes and widths, names the ranks that hold the same weights: those of context and data.
+    Its profile, computed from sizes and widths, names the ranks that hold the same weights, and those of them with other data.
     """
     widths = dict(plan.model.settings)
     if UNDIVIDED not in widths:
         return plan
-    replicas = plan.num_replicas // int(widths.get("context", "1")) if has_replicas else 1
+    replicas = plan.num_replicas * int(widths["data"]) // int(widths[UNDIVIDED]) if has_replicas else 1
     return replace(plan, num_replicas=replicas, sharding="none")

@@ -44,12 +44,13 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
         ("--pipeline-model-parallel-size", plan.num_devices),
         ("--pipeline-model-parallel-layout", layout_of(plan, decoder)),
         *([("--mtp-num-layers", len(decoder.prediction))] if decoder.prediction else []),
+        *([("--seq-length", widths["sequence_length"])] if (widths := computed_widths(profile)) else []),
         ("--micro-batch-size", plan.microbatch_size),
         ("--global-batch-size", plan.batch_size),
         *_recompute(plan, decoder),
         *_widths(profile),
     ]
-    if plan.num_devices == 1 and computed_widths(profile):  # a layout is for two pipeline ranks or more
+    if plan.num_devices == 1 and widths:  # a layout is for two pipeline ranks or more
         arguments = [x for x in arguments if x[0] != "--pipeline-model-parallel-layout"]
     lines = [f"{name} {shlex.quote(str(value))}" for name, value in arguments]
     # Multi-token prediction reads the embedding's weight too, without tying the head.
@@ -171,6 +172,10 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> tuple
         f"{plan.num_devices} ranks, times those of tensor and context",
         "Megatron-LM calls this argument experimental",
     ]
+    if widths := computed_widths(profile):
+        notes.append(
+            f"Megatron-LM asks for --max-position-embeddings too, of {widths['sequence_length']} at least; with learned positions it is their number"
+        )
     if "--overlap-grad-reduce" in _switches(profile):
         notes.append(
             "the plan counts the collectives of replicas behind the last backward; the two overlap flags hide some of them, so that a "

@@ -63,6 +63,6 @@ def quoted(names: Sequence[str]) -> str:
 
 def computed_widths(profile: Profile | None) -> dict[str, int]:
     """The widths of a computed profile by their names, such as tensor; none of a measured one."""
-    if profile is None or not profile.is_for_megatron:
+    if profile is None or not profile.sums_in_place:
         return {}
     return {name: int(value) for name, value in profile.model.settings if value.isdecimal()}

@@ -47,9 +47,7 @@ class Widths:
     tensor: int = 1
     context: int = 1  # ranks that divide the tokens of a sequence
     expert: int = 1
-    expert_tensor: int = (
-        0  # ranks that divide each expert; 0: as many as `tensor`, or 1 where those do not go into the ranks
-    )
+    expert_tensor: int = 0  # ranks that divide each expert; 0: as many as `tensor`, or 1 where those do not fit
     data: int = 1
     pipeline: int = 1  # devices of a pipeline; they only count for where groups lie
     sequence_length: int = 4096

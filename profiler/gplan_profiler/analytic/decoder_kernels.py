@@ -47,9 +47,7 @@ class Kernel:
     in_place: bool = False  # whether that gradient is written over what the kernel keeps
     before: tuple[Exchange, ...] = ()  # collectives of the forward
     behind: tuple[Exchange, ...] = ()  # those of the backward
-    for_weights: int = (
-        0  # bytes that its product for the gradient of weights reads: of its input, and of its result's gradient
-    )
+    for_weights: int = 0  # bytes that its product for the gradient of weights reads: its input, its result's gradient
     waits: bool = False  # whether the host reads sizes that the device has computed
     keeps_own: bool = False  # whether all that it keeps is its own, and nothing of what it reads
 
@@ -258,6 +256,16 @@ class LayerKernels:
     def _rows(self, width: float) -> int:
         """Bytes of so many values for each token where ranks divide the tokens, not the values."""
         return int(ELEMENT * self.tokens * width) // (self.widths.tensor if self.trainer.divides_sequence else 1)
+
+    @property
+    def _kv_heads(self) -> int:
+        """Of keys and values, over all ranks."""
+        return self.decoder.num_key_value_heads or self.decoder.num_attention_heads
+
+    @property
+    def _key_bytes(self) -> int:
+        """Of the keys on a rank, which has one head at least."""
+        return self._bytes(self.decoder.key_width * max(1, self.widths.tensor // self._kv_heads))
 
     @property
     def hidden_bytes(self) -> int:
@@ -501,9 +509,18 @@ class LayerKernels:
         )
 
     def _direct_products(self, *, is_rotary: bool) -> tuple[Kernel, ...]:
-        """One product; queries are copied out of its result, queries and keys normalized and rotated, values copied."""
+        """One product; queries are copied out of its result, queries and keys normalized and rotated, values copied.
+
+        Tensor ranks beyond the heads of keys gather the result of all, and take a head that others have too (attention.py).
+        """
         model = self.decoder
-        query, keys = self._bytes(model.query_width), self._bytes(model.key_width)
+        query, keys = self._bytes(model.query_width), self._key_bytes
+        gathered = ELEMENT * self.tokens * (model.query_width + 2 * model.key_width)
+        gather = Kernel(
+            forward=_moved("pointwise", 2 * gathered), backward=_moved("pointwise", 4 * gathered),
+            before=self._exchanges("all_gather", gathered), behind=self._exchanges("reduce_scatter", gathered),
+            makes=gathered, input_gradient=gathered // self.widths.tensor, beside=gathered,
+        )  # fmt: skip
         product = self._into(
             self._linear(*model.attention_matrices[0], keeps=self.hidden_bytes),
             model.hidden_size,
@@ -517,7 +534,7 @@ class LayerKernels:
         )
         width = model.query_width + model.key_width
         norms = [self._norm(width, keeps=self._bytes(width))] * model.has_head_norms
-        return product, *norms, rotation
+        return product, *[gather] * (self.widths.tensor > self._kv_heads), *norms, rotation
 
     def _latent_products(self) -> tuple[Kernel, ...]:
         """Multi-head latent attention: down, norm and up for queries, and for keys and values together."""
@@ -614,9 +631,9 @@ class LayerKernels:
         """Causal attention to a share of the earlier tokens; with sums over keys in float32."""
         model, split = self.decoder, self.widths.tensor
         heads = model.num_attention_heads // split
-        kv_heads = max(1, (model.num_key_value_heads or model.num_attention_heads) // split)
+        kv_heads = max(1, self._kv_heads // split)
         query, value = self._bytes(model.query_width), self._bytes(model.value_width)
-        keys = query if model.kv_lora_rank else self._bytes(model.key_width)
+        keys = query if model.kv_lora_rank else self._key_bytes
         values = value if model.kv_lora_rank else keys
         sums = 4 * self.tokens * heads
         ring = self.widths.context  # chunks of keys and values, which go round the ranks that divide the sequence
@@ -640,12 +657,18 @@ class LayerKernels:
             for shape, size in zip(shapes, (kept, 2 * kept), strict=True)
         ]
         fused = [(Operation(work=work, shape=shape),) for work, shape in zip(works, shapes, strict=True)]
+        sums_of = [[3 * x] * ring * (ring > 1) for x in (value, query + keys + values)]
         forward, backward = self._single_products(shapes[0], ring) if self.trainer.stores_scores else fused
         stored = 0
         if self.trainer.recomputes_scores:
             backward = (*forward, *backward)
         elif self.trainer.stores_scores:
             stored = (2 * ELEMENT + 1) * heads * self.tokens * self.widths.sequence_length
+        # Each step's result is added to a sum in memory (Transformer Engine's context_parallel.py, fwd_out_correction).
+        forward, backward = (
+            (*forward, *_moved("pointwise", *sums_of[0])),
+            (*backward, *_moved("pointwise", *sums_of[1])),
+        )
         chunks = ring * (keys + values)
         kept_again = 2 * ELEMENT if stored else 2 * ELEMENT + 1  # gradients of both squares, or what was not stored
         return Kernel(

@@ -111,11 +111,11 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
             f"has the model_type {name}: {reason}; profile the model itself with gplan profile --device meta"
         )
     if family is None:
-        alike = get_close_matches(name, families(), n=5, cutoff=0.4)
+        alike = _alike(name)
+        near = f"near it: {', '.join(alike)}" if alike else "none has a name near it"
         raise ValueError(
-            f"has the model_type {name}, whose layers are not known; of the {len(families())} that are, these are spelt alike: "
-            f"{', '.join(alike) or 'none'}; where the layers are the same as those of one, name it with --set "
-            f"'model_type=\"{(alike or ['llama'])[0]}\"'"
+            f"has the model_type {name}, whose layers are not known; of the {len(families())} that are, {near}; where the layers are the "
+            f"same as those of one, name it with --set 'model_type=\"{(alike or ['llama'])[0]}\"'"
         )
     renamed = {**_SAME_KEY, **family["same_keys"]}
     ignored, neutral = family["ignored"], family["neutral"]
@@ -151,6 +151,15 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
         given["intermediate_size"] = family["intermediate_ratio"] * given.get("hidden_size", 0)
     unused = [f"{x} of the configuration is not used; layers are computed as without it" for x in notes]
     return {x: _plain(x, y) for x, y in _with_kinds(given).items()} | {"unused": unused}
+
+
+def _alike(name: str) -> list[str]:
+    """The known families of the same makers, as qwen3_moe for qwen4_moe, nearest first; else those spelt almost so."""
+    stem = re.match("[a-z]*", name.lower())
+    kin = [x for x in families() if stem and len(stem[0]) > 2 and re.match("[a-z]*", x)[0] == stem[0]]  # type: ignore[index]
+    return get_close_matches(name.lower(), kin, n=5, cutoff=0.0) or get_close_matches(
+        name.lower(), families(), cutoff=0.85
+    )
 
 
 def _with_kinds(given: dict[str, Any]) -> dict[str, Any]:

@@ -298,7 +298,7 @@ def check_divisions(decoder: Decoder, *, tensor: int, context: int, expert: int,
     kv_heads = decoder.num_key_value_heads or decoder.num_attention_heads or 1
     for what, count, width, flag in (
         ("heads", decoder.num_attention_heads, tensor, "--tensor"),
-        ("key and value heads", kv_heads if tensor % kv_heads else tensor, tensor, "--tensor"),  # fewer are copied
+        ("key and value heads", kv_heads if tensor % kv_heads else tensor, tensor, "--tensor"),  # fewer may be copied
         ("linear attention heads", decoder.linear_num_value_heads, tensor, "--tensor"),
         ("experts", decoder.routed_experts, expert, "--expert"),
         *token_divisions(sequence_length, tensor=tensor, context=context),

@@ -16,7 +16,7 @@ import msgspec
 
 from gplan.core import OperationKind
 from gplan.core.profile import MEGATRON_LM, NANOTRON_NAME
-from gplan_profiler.analytic.decoder_config import Widths
+from gplan_profiler.analytic.decoder_config import Decoder, Widths
 from gplan_profiler.analytic.hardware import Hardware
 
 
@@ -64,6 +64,25 @@ class Trainer:
             return 0.0
         num_nodes = -(-widths.tensor // devices_per_node)
         return self.rank_host_s * widths.tensor * (0.7 + 0.3 * num_nodes)
+
+
+def layers_by_cost(decoder: Decoder, num_stages: int) -> tuple[int, ...]:
+    """How many layers behind the embedding each stage has where a trainer `counts_blocks`: norm and head are the last two.
+
+    A stage ends with the first block behind its share of the cost of all products (`build_model` of nanotron's models/base.py,
+    `get_block_compute_costs` of models/llama.py: all heads have keys, and nothing routes); stages behind the head are empty.
+    """
+    count, hidden = decoder.num_hidden_layers, decoder.hidden_size
+    block, head = 4 * hidden**2 + 3 * hidden * decoder.intermediate_size, decoder.vocab_size * hidden
+    stages = [0]
+    for i in range(1, count + 1):
+        stages[-1] += 1
+        if i * block > (count * block + head) * len(stages) / num_stages:
+            stages.append(0)
+    stages[-1] += 1  # the norm
+    stages += [0] * (len(stages) < num_stages)
+    stages[-1] += 1  # head and loss
+    return (*stages, *[0] * (num_stages - len(stages)))
 
 
 MEGATRON = Trainer(name=MEGATRON_LM, version="core 0.14", host_s=4e-6, sizes_s=9e-4, holds_empty_gradients=True)
