@@ -30,7 +30,7 @@ from gplan.partition.problem import Problem, moments_of
 _SLACK = 1e-9
 _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxation
 _PATIENCE, _WORTH = 10, 5e-4  # so many rows raise the relaxation's bound by less: integers may raise it more
-_MOST_DEVICES = 12  # whose memory is in the program; of a solution it is looked at on all
+_NUMS_OF_DEVICES = (3, 12)  # whose memory is in the program, first and then; of a solution it is looked at on all
 _TOLD_APART_S = 1e-4  # steps that differ by less may be the same to the solver, whose tolerance is 1e-6
 _SHORTEST_S = 0.2  # of one program in integers
 _MOST_ENDS = 128  # ways in which the other layers lie on stages
@@ -59,7 +59,11 @@ class Ends:
 
 
 def equal_blocks(problem: Problem) -> range | None:
-    """The longest run of layers with the same costs that a program counts; None where too many others are beside it."""
+    """The longest run of layers with the same costs that a program counts.
+
+    None where too many others are beside it, or what stages take and hold is not linear in its layers: on two clocks, over
+    links measured at several sizes, with weights shared inside.
+    """
     layers = problem.costs.profile.layers
     runs, start = list[range](), 0
     for _, same in groupby(layers, key=lambda x: (x.weight_bytes, x.gradient_bytes, x.num_parameters, x.costs)):
@@ -67,7 +71,38 @@ def equal_blocks(problem: Problem) -> range | None:
         runs.append(range(start - len(run), start))
     blocks = max(runs, key=len)
     is_open = blocks.start > 0 and blocks.stop < len(layers) and not problem.constraints and len(blocks) > 1
-    return blocks if is_open and 2 ** (len(layers) - len(blocks)) <= _MOST_ENDS else None
+    has_few_others = 2 ** (len(layers) - len(blocks)) <= _MOST_ENDS
+    return blocks if is_open and has_few_others and _are_linear(problem, blocks) else None
+
+
+def _are_linear(problem: Problem, blocks: range) -> bool:
+    """Whether the seconds of stages are linear in their blocks, and their bytes at least what the program takes them for.
+
+    By stages with few and with most of the blocks, from the first and up to the last.
+    """
+    costs, num_blocks = problem.costs, len(blocks)
+    if costs.given_downsets is not None or costs.profile.has_host:
+        return False
+    counts = np.array([x for x in (1, *_counts_apart(blocks), 2, num_blocks - 1) if x < num_blocks] * 2)
+    at_start = np.arange(len(counts)) < len(counts) // 2
+    first = np.where(at_start, blocks.start, blocks.stop - 1 - counts)
+    seconds = np.array(list(costs.seconds(first, first + counts).present.values()))
+    num_bytes = costs.part_rows(first, first + counts).astype(float)
+    for rows, slack in ((seconds, 0.0), (num_bytes, float(num_blocks))):
+        fewer, more = rows[:, 1], rows[:, 2]
+        expected = rows[:, :1] + np.outer((more - fewer) / (counts[2] - counts[1]), counts - 1)
+        off = expected - rows if slack else np.abs(expected - rows)
+        if (off > _SLACK * np.abs(rows) + slack).any():
+            return False
+    return True
+
+
+def _counts_apart(blocks: range) -> tuple[int, int]:
+    """Two numbers of blocks of a stage: what it takes and holds more with the larger one is what each block adds.
+
+    With fewer the workspaces, the largest of some layers, still grow.
+    """
+    return (3, 4) if len(blocks) > 5 else (1, 2)
 
 
 @dataclass(frozen=True)
@@ -86,7 +121,10 @@ class BlockProgram:
         rows = self._rows
         if not rows.num_solved:
             rows.count_in_integers(True)
-            rows.solved(deadline_s)
+            for devices in self._checked_devices:
+                self._add_memory(rows, devices)
+                if rows.has_solutions():
+                    rows.solved(deadline_s)
             rows.count_in_integers(False)
             for counts in self._paths.by_device() if rows.has_solutions() else []:
                 self._add(rows, counts)
@@ -150,8 +188,6 @@ class BlockProgram:
             own = -np.eye(num_stages)[stage]
             rows.add([*own, *least, 0.0], -INFINITY, 0.0)
             rows.add([*-own, *-most, 0.0], -INFINITY, 0.0)
-        for slopes, most_gib in self._memory_rows:
-            rows.add([*slopes, 0.0], -INFINITY, most_gib)
         return rows
 
     @cached_property
@@ -218,8 +254,8 @@ class BlockProgram:
         if self.problem.num_stages == 1:
             slope = 0 * costs_of(0, self.problem.num_layers)
         else:
-            one, two = (costs_of(*self._layers_of(stage, count, plain)) for count in (1, 2))
-            slope = two - one
+            few, more = (costs_of(*self._layers_of(stage, count, plain)) for count in _counts_apart(self.blocks))
+            slope = more - few
         counts = self._least_and_most[0][stage].astype(int).tolist()
         known = {
             key: costs_of(*key) - count * slope
@@ -250,14 +286,19 @@ class BlockProgram:
             found[stage, stage], found[num_stages:, stage] = linear[0], linear[1:]
         return found
 
-    @cached_property
-    def _memory_rows(self) -> list[tuple[Floats, float]]:
-        """What a device holds at a moment for each variable, and the most, in GiB."""
-        limit, found = self.problem.memory_of(0), list[tuple[Floats, float]]()
-        if limit is None:
-            return found
-        last, num_stages = self.problem.num_devices - 1, self.problem.num_stages
-        for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, _MOST_DEVICES))}):
+    @property
+    def _checked_devices(self) -> tuple[list[int], list[int]]:
+        """Those whose memory is in the program; the first few tell of most programs that they have no solution."""
+        last = self.problem.num_devices - 1
+        few, every = (
+            sorted({round(x) for x in np.linspace(0, last, min(last + 1, most))}) for most in _NUMS_OF_DEVICES
+        )
+        return few, [x for x in every if x not in few]
+
+    def _add_memory(self, rows: _Rows, devices: Sequence[int]) -> None:
+        """Add what devices hold at a moment for each variable, and the most, in GiB."""
+        limit, num_stages = self.problem.memory_of(0), self.problem.num_stages
+        for device in () if limit is None else devices:
             stages = self.problem.stages_by_device[device]
             linear = list[Floats]()
             for s in stages:
@@ -273,8 +314,7 @@ class BlockProgram:
                     held = parts @ own
                     slopes[stage] = held[0]
                     slopes[num_stages:] += held[1:]
-                found.append((slopes / 2**30, limit / 2**30 + _SLACK))
-        return found
+                rows.add([*slopes / 2**30, 0.0], -INFINITY, limit / 2**30 + _SLACK)
 
 
 @dataclass

@@ -60,7 +60,9 @@ def test_memory_bound(problem: Problem, recompute: str) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
-@given(problems(minimize=["step-time"], schedules=EVERY), st.sampled_from(["never", "except-last", "selected"]))
+@given(
+    problems(minimize=["step-time"], schedules=EVERY), st.sampled_from(["never", "always", "except-last", "selected"])
+)
 def test_bound_within_memory(problem: Problem, recompute: str) -> None:
     if recompute == "selected" and why_not_selected(problem.schedule):
         return
