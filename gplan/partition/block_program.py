@@ -298,7 +298,9 @@ class BlockProgram:
     def _add_memory(self, rows: _Rows, devices: Sequence[int]) -> None:
         """Add what devices hold at a moment for each variable, and the most, in GiB."""
         limit, num_stages = self.problem.memory_of(0), self.problem.num_stages
-        for device in () if limit is None else devices:
+        if limit is None:
+            return
+        for device in devices:
             stages = self.problem.stages_by_device[device]
             linear = list[Floats]()
             for s in stages:

@@ -3,7 +3,8 @@
 With t_s the compute of a micro-batch on stage s, W the sum of all, C the least transfers over all cuts:
     any     T >= W + C                                        (of a split backward its first half)
             T >= (M W + idle time of the devices, or all optimizers and the replicas' all-reduces) / K
-            T >= the work of the j smallest of the (j-1) K + 1 longest layers, as one device has j of them
+            T >= the work of the j smallest of the (j-1) K + h longest layers, and the h-th smallest wait of a device, as h
+                 devices have j of them; or one has j + 1
     GPipe   T >= W + C + (M-1) max t
     1F1B    T >= W + C + (M-1) t_s - (w_s - 1) min(f_s, b_s)       w_s = min(M, K - s) warm-up forwards hide at most that
             T >= M t_s + sum_{i<s} t_i                        both together bound the t_s that a T allows
@@ -29,7 +30,7 @@ import numpy as np
 from gplan.core.machine import num_messages
 from gplan.corrections.sharding import EXCHANGED
 from gplan.graph.down_sets import Floats
-from gplan.partition.bounds import least_transfers_s, shared_step_s, through_all_s
+from gplan.partition.bounds import least_before_s, least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.memory_feasibility import bytes_before
 from gplan.partition.problem import Problem, compute_sums_s, layers_compute_s, num_recomputed
 from gplan.schedules.in_flight import NUM_WARMUP
@@ -164,7 +165,7 @@ class SettingBounds:
 
     @cached_property
     def _sums_list(self) -> list[float]:
-        return self._sums_s.tolist()
+        return [float(x) for x in self._sums_s]
 
     @cached_property
     def _overhead_s(self) -> float:
@@ -211,14 +212,26 @@ class SettingBounds:
 
     @property
     def _packed_s(self) -> float:
-        """What the layers of some device take in a step."""
+        """What the layers of some device take in a step, and what it waits for beside them."""
         again_s = self.problem.costs.sums.layer_s("last_recompute")
-        return self._packed(self._num * layers_compute_s(self.problem) + self._num_again * again_s)
+        work_s = self._num * layers_compute_s(self.problem) + self._num_again * again_s
+        first = [stages[0] for stages in self.problem.stages_by_device]
+        return self._packed(work_s, np.sort(sum(least_s[first] for least_s in least_before_s(self.problem))))
 
-    def _packed(self, of_layers: Floats) -> float:
-        """The sum over the layers of some device, at least, as so many devices cannot share them out evenly."""
-        falling, every = np.sort(of_layers)[::-1], range(0, len(of_layers), self.problem.num_devices)
-        return max(float(falling[last - j : last + 1].sum()) for j, last in enumerate(every))
+    def _packed(self, of_layers: Floats, beside: Floats | None = None) -> float:
+        """The sum over the layers of some device, at least, as so many devices cannot share them out evenly.
+
+        Of the (j-1) K + h largest, some device has j + 1, or h devices have j. Of h devices one has at least the h-th
+        smallest of what devices have `beside`, [K].
+        """
+        num_devices, sums = self.problem.num_devices, np.concatenate([[0.0], np.cumsum(np.sort(of_layers)[::-1])])
+        count = np.arange(1, len(of_layers) + 1)
+        each, more = (count - 1) // num_devices + 1, (count - 1) % num_devices
+        least = sums[count] - sums[count - each]
+        if beside is not None:
+            with_one_more = np.where(each < count, sums[count] - sums[np.maximum(count - each - 1, 0)], np.inf)
+            least = np.minimum(least + beside[more], with_one_more)
+        return float(least.max())
 
     @property
     def _lasting_bytes(self) -> Floats:

@@ -258,8 +258,9 @@ class SettingSearch:
 
     def _fastest_s(self, setting: Setting, recompute: RecomputeMode) -> float:
         """The closed-form bound of the step without a memory; a machine's fastest device computes that much faster."""
-        speeds = (x.speed for x in self.request.machine.devices) if self.request.machine else ()
-        return self.closed_bounds(setting, recompute).step_s / max([1.0, *speeds])
+        machine = self.request.machine
+        fastest = max([1.0, *(x.speed for x in machine.devices)]) if machine else 1.0
+        return self.closed_bounds(setting, recompute).step_s / fastest
 
     def _bound(self, setting: Setting, recompute: RecomputeMode, memory_bytes: int | None) -> float:
         """The closed-form bound of the cost."""

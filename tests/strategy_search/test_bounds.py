@@ -121,7 +121,7 @@ def test_chunks_are_guessed_to_wait_that_much_less() -> None:
     least = SettingBounds(problem)
     assert problem.num_devices == 4
     assert least.estimate_s == pytest.approx((16 + 3 / 2) * 6.0)
-    assert least.step_s == pytest.approx(16 * 6.0 + 3 / 2 * 3.0)  # every device waits for as many layers as its number
+    assert least.step_s == pytest.approx(16 * 6.0 + 3 * 3.0)  # the last device waits for three layers
 
 
 def test_bound_of_one_device_is_exact() -> None:

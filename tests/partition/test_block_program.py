@@ -1,0 +1,74 @@
+"""Programs over equal blocks against brute force: every schedule, way to recompute and memory."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gplan.core import Link
+from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
+from gplan.partition.plan_evaluation import objective_s
+from gplan.partition.problem import Problem, without_memory
+from tests.made import FREE_LINK
+from tests.partition.problems import EVERY, make_problem, peak_bytes, plans, problems
+from tests.scheduled import OWN
+
+BY_RULE = [x for x in EVERY if x != OWN and not x.startswith("zb")]  # those have halves
+
+
+@st.composite
+def block_problems(draw: st.DrawFn) -> Problem:
+    """A first layer, six equal blocks and a last layer, on two devices or more, with or without a memory limit."""
+    schedule, ends = draw(st.sampled_from(BY_RULE)), st.integers(0, 9)
+
+    def of_layers(block: int) -> list[int]:
+        return [draw(ends), *[block] * 6, draw(ends)]
+
+    chunks = {"interleaved-1f1b:2": 2, "interleaved-1f1b:3": 3, "looped-bfs:2": 2, "zb-v": 2}.get(schedule, 1)
+    problem = make_problem(
+        [1.0 + x for x in of_layers(draw(ends))], num_stages=2 * chunks, num_microbatches=draw(st.sampled_from([2, 4, 8])),
+        schedule=schedule, recompute=draw(st.sampled_from(["never", "always", "except-last"])), minimize="step-time",
+        weight_bytes=of_layers(draw(ends)), stash_bytes=of_layers(draw(ends)), output_bytes=[2] * 8,
+        workspace_bytes=of_layers(draw(ends)), link=draw(st.sampled_from([FREE_LINK, Link(latency_s=1.0, bytes_per_s=2.0)])),
+    )  # fmt: skip
+    if draw(st.booleans()):
+        return problem
+    _, stages = draw(st.sampled_from(list(plans(problem))))
+    return replace(problem, memory_bytes=peak_bytes(problem, stages))
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(block_problems())
+def test_the_bound_is_below_every_step_and_without_memory_it_is_the_best(problem: Problem) -> None:
+    blocks = equal_blocks(problem)
+    if blocks is None:
+        return
+    steps = [objective_s(problem, stages) for _, stages in plans(problem)]
+    nothing = Counted(cut=None, step_s=float("inf"), lower_bound_s=0.0)
+    found = BlockProgram(problem, blocks).solve(nothing, enough=1e-6, deadline_s=time.perf_counter() + 60)
+    assert found.lower_bound_s <= min(steps) * (1 + 1e-9)
+    if problem.memory_bytes is None:
+        assert found.step_s == pytest.approx(min(steps), rel=1e-5)
+    elif found.cut is not None:
+        assert found.step_s >= min(steps) * (1 - 1e-9) and found.cut.peak_bytes <= problem.memory_bytes
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(problems(schedules=EVERY))
+def test_keeping_one_micro_batch_never_needs_less_memory(problem: Problem) -> None:
+    """Programs that find no partition with all recomputed leave the other way out."""
+    if problem.num_microbatches < 2:
+        return
+    free = without_memory(problem)
+    peaks = {
+        way: [peak_bytes(x, stages) for _, stages in plans(x)]
+        for way in ("always", "except-last")
+        for x in [replace(free, recompute=way)]
+    }
+    assert all(a <= b for a, b in zip(peaks["always"], peaks["except-last"], strict=True))
