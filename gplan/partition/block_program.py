@@ -33,6 +33,7 @@ _PATIENCE, _WORTH = 10, 5e-4  # so many rows raise the relaxation's bound by les
 _NUMS_OF_DEVICES = (3, 12)  # whose memory is in the program, first and then; of a solution it is looked at on all
 _TOLD_APART_S = 1e-4  # steps that differ by less may be the same to the solver, whose tolerance is 1e-6
 _SHORTEST_S = 0.2  # of one program in integers
+_MANY_BLOCKS = 12  # of a stage beside other layers: more change its workspaces no further
 _MOST_ENDS = 128  # ways in which the other layers lie on stages
 
 
@@ -249,22 +250,27 @@ class BlockProgram:
         return least, most
 
     def _linear(self, stage: int, costs_of: Callable[[int, int], Floats]) -> Floats:
-        """[1 + ways, costs]: the costs of a stage for each block, and for each way beside its blocks."""
+        """[1 + ways, costs]: the costs of a stage for each block, and for each way beside its blocks, at least.
+
+        Of workspaces above the stash, that of a layer before the blocks gets smaller with more of them behind it.
+        """
         plain = self._ways[0]
         if self.problem.num_stages == 1:
             slope = 0 * costs_of(0, self.problem.num_layers)
         else:
             few, more = (costs_of(*self._layers_of(stage, count, plain)) for count in _counts_apart(self.blocks))
             slope = more - few
-        counts = self._least_and_most[0][stage].astype(int).tolist()
-        known = {
-            key: costs_of(*key) - count * slope
-            for key, count in {
-                self._layers_of(stage, count, way): count for count, way in zip(counts, self._ways, strict=True)
-            }.items()
-        }
-        fixed = [known[self._layers_of(stage, count, way)] for count, way in zip(counts, self._ways, strict=True)]
-        return np.array([slope, *fixed])
+        known, found = dict[tuple[tuple[int, int], ...], Floats](), list[Floats]()
+        least, most = (x[stage].astype(int) for x in self._least_and_most)
+        for way, *counts in zip(
+            self._ways, least.tolist(), np.minimum(most, least + _MANY_BLOCKS).tolist(), strict=True
+        ):
+            key = tuple(self._layers_of(stage, count, way) for count in counts)
+            if key not in known:
+                pairs = zip(key, counts, strict=True)
+                known[key] = np.minimum.reduce([costs_of(*layers) - count * slope for layers, count in pairs])
+            found.append(known[key])
+        return np.array([slope, *found])
 
     @cached_property
     def _times(self) -> Floats:

@@ -17,7 +17,10 @@ from tests.made import FREE_LINK
 from tests.partition.problems import EVERY, make_problem, peak_bytes, plans, problems
 from tests.scheduled import OWN
 
-BY_RULE = [x for x in EVERY if x != OWN and not x.startswith("zb")]  # those have halves
+UNIT = 100_000_000
+"""Bytes; a program counts memory in GiB."""
+
+BY_RULE = [x for x in EVERY if x not in (OWN, "zb-h1", "zb-v")]  # these need halves of backwards
 
 
 @st.composite
@@ -25,15 +28,15 @@ def block_problems(draw: st.DrawFn) -> Problem:
     """A first layer, six equal blocks and a last layer, on two devices or more, with or without a memory limit."""
     schedule, ends = draw(st.sampled_from(BY_RULE)), st.integers(0, 9)
 
-    def of_layers(block: int) -> list[int]:
-        return [draw(ends), *[block] * 6, draw(ends)]
+    def of_layers(unit: int = 1) -> list[int]:
+        return [unit * x for x in (draw(ends), *[draw(ends)] * 6, draw(ends))]
 
-    chunks = {"interleaved-1f1b:2": 2, "interleaved-1f1b:3": 3, "looped-bfs:2": 2, "zb-v": 2}.get(schedule, 1)
+    chunks = {"interleaved-1f1b:2": 2, "interleaved-1f1b:3": 3, "looped-bfs:2": 2}.get(schedule, 1)
     problem = make_problem(
-        [1.0 + x for x in of_layers(draw(ends))], num_stages=2 * chunks, num_microbatches=draw(st.sampled_from([2, 4, 8])),
+        [1.0 + x for x in of_layers()], num_stages=2 * chunks, num_microbatches=draw(st.sampled_from([2, 4, 8])),
         schedule=schedule, recompute=draw(st.sampled_from(["never", "always", "except-last"])), minimize="step-time",
-        weight_bytes=of_layers(draw(ends)), stash_bytes=of_layers(draw(ends)), output_bytes=[2] * 8,
-        workspace_bytes=of_layers(draw(ends)), link=draw(st.sampled_from([FREE_LINK, Link(latency_s=1.0, bytes_per_s=2.0)])),
+        weight_bytes=of_layers(UNIT), stash_bytes=of_layers(UNIT), output_bytes=[2 * UNIT] * 8,
+        workspace_bytes=of_layers(UNIT), link=draw(st.sampled_from([FREE_LINK, Link(latency_s=1.0, bytes_per_s=2.0 * UNIT)])),
     )  # fmt: skip
     if draw(st.booleans()):
         return problem
@@ -42,7 +45,7 @@ def block_problems(draw: st.DrawFn) -> Problem:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(block_problems())
 def test_the_bound_is_below_every_step_and_without_memory_it_is_the_best(problem: Problem) -> None:
     blocks = equal_blocks(problem)
@@ -59,7 +62,7 @@ def test_the_bound_is_below_every_step_and_without_memory_it_is_the_best(problem
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems(schedules=EVERY))
 def test_keeping_one_micro_batch_never_needs_less_memory(problem: Problem) -> None:
     """Programs that find no partition with all recomputed leave the other way out."""
