@@ -339,8 +339,6 @@ class SettingSearch:
         bounds = [self._beyond * (1 - gap)]
         for mode in modes[::-1] if is_counted else modes:
             way, is_settled = (setting, mode), True
-            if mode == "except-last" and is_counted and self._limited.get((setting, "always")) == INFINITY:
-                self._limited[way] = INFINITY  # it keeps all that "always" does, and of one micro-batch more
             bound = max(least, self._known(setting, mode, memory_bytes))
             is_kept, before, most = False, self._last.get(setting), self._cutoff * (1 - gap)
             while bound <= most and bound < INFINITY and not is_kept:

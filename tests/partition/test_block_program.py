@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from gplan.core import Link
 from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.plan_evaluation import objective_s
-from gplan.partition.problem import Problem, without_memory
+from gplan.partition.problem import Problem
 from tests.made import FREE_LINK
-from tests.partition.problems import EVERY, make_problem, peak_bytes, plans, problems
+from tests.partition.problems import EVERY, make_problem, peak_bytes, plans
 from tests.scheduled import OWN
 
 UNIT = 100_000_000
@@ -59,19 +59,3 @@ def test_the_bound_is_below_every_step_and_without_memory_it_is_the_best(problem
         assert found.step_s == pytest.approx(min(steps), rel=1e-5)
     elif found.cut is not None:
         assert found.step_s >= min(steps) * (1 - 1e-9) and found.cut.peak_bytes <= problem.memory_bytes
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(problems(schedules=EVERY))
-def test_keeping_one_micro_batch_never_needs_less_memory(problem: Problem) -> None:
-    """Programs that find no partition with all recomputed leave the other way out."""
-    if problem.num_microbatches < 2:
-        return
-    free = without_memory(problem)
-    peaks = {
-        way: [peak_bytes(x, stages) for _, stages in plans(x)]
-        for way in ("always", "except-last")
-        for x in [replace(free, recompute=way)]
-    }
-    assert all(a <= b for a, b in zip(peaks["always"], peaks["except-last"], strict=True))
