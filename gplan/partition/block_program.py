@@ -258,8 +258,8 @@ class BlockProgram:
         if self.problem.num_stages == 1:
             slope = 0 * costs_of(0, self.problem.num_layers)
         else:
-            few, more = (costs_of(*self._layers_of(stage, count, plain)) for count in _counts_apart(self.blocks))
-            slope = more - few
+            few, some = (costs_of(*self._layers_of(stage, count, plain)) for count in _counts_apart(self.blocks))
+            slope = some - few
         known, found = dict[tuple[tuple[int, int], ...], Floats](), list[Floats]()
         least, most = (x[stage].astype(int) for x in self._least_and_most)
         for way, *counts in zip(

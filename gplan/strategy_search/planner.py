@@ -49,7 +49,8 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
 
     Where the profile has the layers' tensors, as those of GPUs do, the plan fits with what the allocators reserve and what
     is taken beside that. Planning counts the bytes of tensors alone: it gets the limit less what is taken beside them, and
-    again, a few times, less what the plan found reserves in vain. The bound is that of the limit that its plan was found with.
+    again, a few times, less what the plan found reserves in vain; in a search for that setting alone. The bound is that of the
+    limit that its plan, or that of each setting, was found with.
 
     Raises UsageError for an impossible request, NoPlanError where no plan fits the memory or none was found in time.
     """

@@ -57,7 +57,6 @@ _STUCK, _MOST_STUCK = (
     6,
 )  # share of its bound by which a setting comes later for each turn in vain, and those turns
 _FEW_STAGES = 8  # settings with more have such programs
-_MANY_ACTIONS = 4096  # stages times micro-batches, from which such settings are not searched to the end
 _LEAST_LESS = 0.005  # share of the memory that tensors lose at least where allocators reserve too much
 _NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
 
