@@ -262,9 +262,8 @@ class BlockProgram:
             slope = some - few
         known, found = dict[tuple[tuple[int, int], ...], Floats](), list[Floats]()
         least, most = (x[stage].astype(int) for x in self._least_and_most)
-        for way, *counts in zip(
-            self._ways, least.tolist(), np.minimum(most, least + _MANY_BLOCKS).tolist(), strict=True
-        ):
+        more = np.maximum(least, np.minimum(most, least + _MANY_BLOCKS))  # there may be fewer blocks than stages
+        for way, *counts in zip(self._ways, least.tolist(), more.tolist(), strict=True):
             key = tuple(self._layers_of(stage, count, way) for count in counts)
             if key not in known:
                 pairs = zip(key, counts, strict=True)
