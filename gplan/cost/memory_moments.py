@@ -35,10 +35,14 @@ from gplan.core import ActionKind, RecomputeMode, Schedule, StageMemory, is_reco
 from gplan.core.plan import StageBytes
 from gplan.cost.part_table import PARTS, rows_of
 from gplan.graph.down_sets import Bools, Floats, Ints
+from gplan.schedules.in_flight import NUM_WARMUP
 from gplan.schedules.registry import make_schedule
 from gplan.schedules.transfers import RECEIVES_AHEAD, receives, sends
 
 OPTIMIZER_MOMENT = "optimizer"
+
+ALIKE_FROM_THE_END = ("gpipe", *NUM_WARMUP)
+"""Schedules under which stage s of K, but the first, holds what stage 1 of K - s + 1 does, or of M + 2, if that is less."""
 
 _NUM_STEPS = 16  # from one moment to another that are looked at
 _KEPT = ("stash", "checkpoint", "pending", "recomputed_stash", "sent")
@@ -103,6 +107,16 @@ def peak_moments(
     receives_ahead: int = RECEIVES_AHEAD,
 ) -> Moments:
     """The moments at which a device may hold most of some of its stages; what it holds of its others is left out."""
+    if schedule in ALIKE_FROM_THE_END and stages[0] > 0:  # counted once for pipelines of all lengths
+        (stage,) = stages
+        fewest = 1 + min(num_devices - stage, num_microbatches + 1)
+        if (fewest, 1) != (num_devices, stage):
+            alike = peak_moments(
+                schedule, num_devices=fewest, num_microbatches=num_microbatches, stages=(1,), recompute=recompute,
+                receives_ahead=receives_ahead,
+            )  # fmt: skip
+            names = (x if x == OPTIMIZER_MOMENT else f"{stage}{x.removeprefix('1')}" for x in alike.actions)
+            return Moments(tuple(names), alike.counts)
     made = make_schedule(schedule, num_devices=num_devices, num_microbatches=num_microbatches)
     every = _moments(made, made.devices[stages[0]], stages, recompute, receives_ahead)
     rows = every.counts[:, :, _LAST_VARY].swapaxes(1, 2).reshape(len(every.counts), -1)

@@ -33,19 +33,19 @@ def parts_of(rows: Ints) -> StageBytes[Ints]:
 
 @dataclass
 class PartTable:
-    """The parts of stages of a chain, by a function of where they begin and end, [E] each.
+    """Numbers of stages of a chain, such as the parts of their memory, by a function of where they begin and end, [E] each.
 
     Searches ask for the same short stages very often. So all stages of up to so many layers are computed at once, in a
     table of O(positions x layers), and looked up from then on. What would need a much larger table is computed directly.
     """
 
     num_positions: int
-    compute: Callable[[Ints, Ints], StageBytes[Ints]]
-    # [parts, P, layers]: by where stages end and their layers, from 1; 0 where there is no stage
+    compute: Callable[[Ints, Ints], Ints]  # [rows, E]
+    # [rows, P, layers]: by where stages end and their layers, from 1; 0 where there is no stage
     table: Ints | None = None
 
     def rows(self, first: Ints, end: Ints) -> Ints:
-        """[parts, ...]: the parts of stages with at least one layer each, of the shape of `first` and `end`."""
+        """[rows, ...]: the numbers of stages with at least one layer each, of the shape of `first` and `end`."""
         num_layers = end - first
         assert num_layers.min(initial=1) > 0 <= first.min(initial=0), "every stage has a layer"
         most = int(num_layers.max(initial=1))
@@ -53,8 +53,7 @@ class PartTable:
             # a power of 2, so that few tables are made
             size = min(1 << (most - 1).bit_length(), self.num_positions - 1)
             if size * self.num_positions > _MOST_FOR_ONE * max(1, first.size):
-                rows = rows_of(self.compute(first.ravel(), end.ravel()), (first.size,))
-                return rows.reshape(-1, *first.shape)
+                return self.compute(first.ravel(), end.ravel()).reshape(-1, *first.shape)
             self.table = self._table(size)
         found: Ints = self.table[:, end, num_layers - 1]
         return found
@@ -62,6 +61,7 @@ class PartTable:
     def _table(self, size: int) -> Ints:
         end, less_one = np.indices((self.num_positions, size))
         there = less_one < end
-        table = np.zeros((len(PARTS), self.num_positions, size), dtype=np.int64)
-        table[:, there] = rows_of(self.compute((end - less_one - 1)[there], end[there]), (int(there.sum()),))
+        rows = self.compute((end - less_one - 1)[there], end[there])
+        table = np.zeros((len(rows), self.num_positions, size), dtype=np.int64)
+        table[:, there] = rows
         return table

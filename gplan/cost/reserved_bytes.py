@@ -92,6 +92,8 @@ def replayed(
 
     () where the layers' tensors are not known.
     """
+    if not beside_bytes(profile):
+        return ()
     try:
         at_size = at_microbatch_size(profile, plan.microbatch_size)
     except UsageError:  # a plan of another profile

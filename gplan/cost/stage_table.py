@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
@@ -293,12 +293,20 @@ class StageTable:
 
     def part_rows(self, first: Ints, end: Ints, boundaries: DeviceBoundaries = ALL_BOUNDARIES) -> Ints:
         """[parts, E]: the parts of the memory of stages; every stage must have a layer. Of a short chain looked up."""
-        if self.given_downsets is not None or self.num_positions > _MOST_POSITIONS:
+        if not self.is_short_chain:
             return rows_of(self._computed_bytes(first, end, boundaries), first.shape)
         if boundaries not in self._part_tables:
-            compute = partial(self._computed_bytes, boundaries=boundaries)
+
+            def compute(first: Ints, end: Ints) -> Ints:
+                return rows_of(self._computed_bytes(first, end, boundaries), first.shape)
+
             self._part_tables[boundaries] = PartTable(self.num_positions, compute)
         return self._part_tables[boundaries].rows(first, end)
+
+    @property
+    def is_short_chain(self) -> bool:
+        """Whether stages are so few that all of them can be looked at."""
+        return self.given_downsets is None and self.num_positions <= _MOST_POSITIONS
 
     @cached_property
     def whole_parts(self) -> StageBytes[int]:

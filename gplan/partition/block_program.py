@@ -31,12 +31,11 @@ from gplan.partition.problem import Problem, device_peaks, moments_of
 _SLACK = 1e-9
 _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxation
 _PATIENCE, _WORTH = 10, 5e-4  # so many rows raise the relaxation's bound by less: integers may raise it more
-_MOST_DEVICES, _MORE_DEVICES = (
-    12,
-    4,
-)  # whose memory is in the program at first, and more for a solution that they do not fit
+_NUMS_OF_DEVICES = (3, 12)  # whose memory is in the program, first and then
+_MORE_DEVICES = 4  # that are added at a time for a solution that they do not fit
 _TOLD_APART_S = 1e-4  # steps that differ by less may be the same to the solver, whose tolerance is 1e-6
 _SHORTEST_S = 0.2  # of one solution
+_MANY_BLOCKS = 12  # of a stage beside other layers: more change its workspaces no further
 _MOST_ENDS = 128  # ways in which the other layers lie on stages
 _MOST_KINDS = 4  # of blocks
 
@@ -64,17 +63,53 @@ class Ends:
 
 
 def equal_blocks(problem: Problem) -> range | None:
-    """The longest run of layers that a program counts: equal ones, or few kinds in turns; None where too many others are beside it."""
+    """The longest run of layers that a program counts: equal ones, or few kinds in turns.
+
+    None where too many others are beside it, or what stages take and hold is not linear in its layers: on two clocks, over
+    links measured at several sizes, with weights shared inside.
+    """
     kinds = _kinds_of(problem)
     for most_kinds in range(1, _MOST_KINDS + 1):
         ends = [_end_of_run(kinds, start, most_kinds) for start in range(len(kinds))]
         start = max(range(len(kinds)), key=lambda x: ends[x] - x)
         blocks = range(start, ends[start])
         is_open = blocks.start > 0 and blocks.stop < len(kinds) and not problem.constraints and len(blocks) > 1
-        is_regular = 2 * _period(kinds[start : blocks.stop]) <= len(blocks)
-        if is_open and is_regular and 2 ** (len(kinds) - len(blocks)) <= _MOST_ENDS:
+        period, has_few_others = _period(kinds[start : blocks.stop]), 2 ** (len(kinds) - len(blocks)) <= _MOST_ENDS
+        if is_open and has_few_others and 2 * period <= len(blocks) and _are_linear(problem, blocks, period):
             return blocks
     return None
+
+
+def _are_linear(problem: Problem, blocks: range, period: int) -> bool:
+    """Whether the seconds of stages are linear in their blocks, and their bytes at least what the program takes them for.
+
+    By stages with few and with most of the blocks, from the first and, where all are equal, up to the last.
+    """
+    costs, num_turns = problem.costs, len(blocks) // period
+    if costs.given_downsets is not None or costs.profile.has_host:
+        return False
+    few = _first_counted(blocks, period) // period
+    turns = [x for x in (1, few, few + 1, 2, num_turns - 1) if x < num_turns or x <= few + 1]
+    counts = period * np.array(turns * (2 if period == 1 else 1))
+    at_start = np.arange(len(counts)) < len(turns)
+    first = np.where(at_start, blocks.start, blocks.stop - 1 - counts)
+    seconds = np.array(list(costs.seconds(first, first + counts).present.values()))
+    num_bytes = costs.part_rows(first, first + counts).astype(float)
+    for rows, slack in ((seconds, 0.0), (num_bytes, float(len(blocks)))):
+        fewer, more = rows[:, 1], rows[:, 2]
+        expected = rows[:, :1] + np.outer((more - fewer) / period, counts - period)
+        off = expected - rows if slack else np.abs(expected - rows)
+        if (off > _SLACK * np.abs(rows) + slack).any():
+            return False
+    return True
+
+
+def _first_counted(blocks: range, period: int) -> int:
+    """So many blocks of a stage: what it takes and holds more with one more is what a block of that kind adds.
+
+    With fewer the workspaces, the largest of some layers, still grow.
+    """
+    return 3 * period if len(blocks) > 5 * period else period
 
 
 def _kinds_of(problem: Problem) -> list[int]:
@@ -119,7 +154,11 @@ class BlockProgram:
         rows = self._rows
         if not rows.num_solved:
             rows.count_in_integers(True)
-            rows.solved(deadline_s)
+            for devices in self._checked_devices:
+                for device in devices:
+                    self._add_memory(rows, device)
+                if rows.has_solutions():
+                    rows.solved(deadline_s)
             rows.count_in_integers(False)
             for counts in self._paths.by_device() if rows.has_solutions() else []:
                 self._add(rows, counts)
@@ -201,9 +240,6 @@ class BlockProgram:
             own = -np.tile(np.eye(num_stages)[stage], len(shares))
             rows.add([*own, *least, 0.0], -INFINITY, 0.0)
             rows.add([*-own, *-most, 0.0], -INFINITY, 0.0)
-        last = self.problem.num_devices - 1
-        for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, _MOST_DEVICES))}):
-            self._add_memory(rows, device)
         return rows
 
     @cached_property
@@ -275,26 +311,34 @@ class BlockProgram:
         return least, most
 
     def _linear(self, stage: int, costs_of: Callable[[int, int], Floats]) -> Floats:
-        """[kinds + ways, costs]: the costs of a stage for each block of a kind, and for each way beside its blocks.
+        """[kinds + ways, costs]: the costs of a stage for each block of a kind, and for each way beside its blocks, at least.
 
-        Where kinds differ in what is a maximum over blocks, such as a workspace, never more than the costs.
+        Workspaces are the largest of some layers: kinds differ in them, and above the stash that of a layer before the
+        blocks gets smaller with more of them behind it.
         """
         period, slopes = _period(self._kinds.tolist()), dict[int, Floats]()
-        for count in range(period, 2 * period) if self.problem.num_stages > 1 else ():  # all kinds are there before
+        start = _first_counted(self.blocks, period)
+        for count in range(start, start + period) if self.problem.num_stages > 1 else ():
             without, with_one = (self._layers_of(stage, x, self._ways[0]) for x in (count, count + 1))
             kind = int(np.argmax(self._counts(*with_one) - self._counts(*without)))
-            if kind not in slopes:
-                slopes[kind] = costs_of(*with_one) - costs_of(*without)
-        counts, known = self._least_and_most[0][stage].astype(int).tolist(), dict[tuple[int, int], Floats]()
+            slopes.setdefault(kind, costs_of(*with_one) - costs_of(*without))
         slope = np.array(
             [slopes[x] for x in sorted(slopes)] or [0 * costs_of(0, self.problem.num_layers)] * len(self._counts(0, 0))
         )
-        keys = [self._layers_of(stage, count, way) for count, way in zip(counts, self._ways, strict=True)]
-        for first, end in set(keys):
-            is_inside = self.blocks.start <= first and end <= self.blocks.stop
-            shifted = [(first + x, end + x) for x in range(period if is_inside else 1)]
-            known[first, end] = np.min([costs_of(*x) - self._counts(*x) @ slope for x in shifted], axis=0)
-        return np.array([*slope, *(known[x] for x in keys)])
+        known, found = dict[tuple[int, int], Floats](), list[Floats]()
+
+        def beside_blocks(first: int, end: int) -> Floats:
+            if (first, end) not in known:
+                shifts = range(period if self.blocks.start <= first else 1)
+                ranges = [(first + x, end + x) for x in shifts if not x or end + x <= self.blocks.stop]
+                known[first, end] = np.minimum.reduce([costs_of(*x) - self._counts(*x) @ slope for x in ranges])
+            return known[first, end]
+
+        least, most = (x[stage].astype(int) for x in self._least_and_most)
+        more = np.maximum(least, np.minimum(most, least + _MANY_BLOCKS))  # there may be fewer blocks than stages
+        for way, *counts in zip(self._ways, least.tolist(), more.tolist(), strict=True):
+            found.append(np.minimum.reduce([beside_blocks(*self._layers_of(stage, x, way)) for x in counts]))
+        return np.array([*slope, *found])
 
     @cached_property
     def _times(self) -> Floats:
@@ -316,6 +360,15 @@ class BlockProgram:
             linear = self._linear(stage, times_of)
             found[stage:-num_ways:num_stages, stage], found[-num_ways:, stage] = linear[:num_kinds], linear[num_kinds:]
         return found
+
+    @property
+    def _checked_devices(self) -> tuple[list[int], list[int]]:
+        """Those whose memory is in the program; the first few tell of most programs that they have no solution."""
+        last = self.problem.num_devices - 1
+        few, every = (
+            sorted({round(x) for x in np.linspace(0, last, min(last + 1, most))}) for most in _NUMS_OF_DEVICES
+        )
+        return few, [x for x in every if x not in few]
 
     def _add_memory(self, rows: _Rows, device: int) -> None:
         """Add what a device holds at each moment for each variable, and the most, in GiB."""

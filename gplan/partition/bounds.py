@@ -175,11 +175,11 @@ def shared_step_s(problem: Problem, *, tail_s: float = 0.0) -> float:
     speeds, first = problem.speeds, [stages[0] for stages in problem.stages_by_device]
     overheads_s = problem.num_stages * problem.costs.microbatch_overhead_s
     work_s = problem.num_microbatches * (float(compute_sums_s(problem)[-1]) + overheads_s)
-    start_s, back_s = (float(np.dot(speeds, least_s[first])) for least_s in _least_before_s(problem))
+    start_s, back_s = (float(np.dot(speeds, least_s[first])) for least_s in least_before_s(problem))
     return (work_s + start_s + max(back_s, tail_s)) / sum(speeds)
 
 
-def _least_before_s(problem: Problem) -> tuple[Floats, Floats]:
+def least_before_s(problem: Problem) -> tuple[Floats, Floats]:
     """[S] each: what the first forward takes at least to come to each stage,
     and the last gradients to come back from it.
 

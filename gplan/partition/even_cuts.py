@@ -61,6 +61,8 @@ def priced_cut(problem: Problem, ends: Ints) -> EvenCut:
 def with_few_microbatches(problem: Problem) -> Problem:
     """The same problem with as few micro-batches as hold as much memory as all of them."""
     few = min(problem.num_microbatches, _MOST_HELD * problem.num_devices)
+    if few == problem.num_microbatches:
+        return problem
     return replace(problem, costs=replace(problem.costs, num_microbatches=few))
 
 

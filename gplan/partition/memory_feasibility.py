@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.cost.memory_moments import Moments
+from gplan.cost.memory_moments import ALIKE_FROM_THE_END, Moments
 from gplan.cost.stage_table import DeviceBoundaries, StageTable
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.candidates import (
@@ -30,10 +30,6 @@ from gplan.partition.candidates import (
 from gplan.partition.problem import Problem, moments_of, peak_moments_of
 from gplan.partition.recompute import PeakMoments
 from gplan.partition.validation import ConstraintCheck
-from gplan.schedules.in_flight import NUM_WARMUP
-
-ALIKE_FROM_THE_END = ("gpipe", *NUM_WARMUP)
-"""Schedules under which stage s of K, but the first, holds what stage 1 of K - s + 1 does, or of M + 2, if that is less."""
 
 _MOST_CHUNKS = 4  # of pairs of positions that are looked at for one stage
 _RISES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 2.0, 4.0, 10.0, 100.0, INFINITY)

@@ -25,7 +25,7 @@ from msgspec import structs
 
 from gplan.core.plan import StageBytes
 from gplan.cost.memory_moments import Moments
-from gplan.cost.part_table import rows_of
+from gplan.cost.part_table import PartTable, rows_of
 from gplan.cost.stage_table import StageTable
 from gplan.cost.workspaces import DIRECTIONS
 from gplan.graph.boundary import values_of
@@ -209,12 +209,12 @@ class RecomputeSelector:
     @cached_property
     def _levels(self) -> list[int]:
         """All different t_v of layers that can save memory, rising; a level bounds the t_v of recomputed layers."""
-        able = [v for v in range(self.costs.num_layers) if self._saved_at_most[v] > 0]
+        able = [v for v in range(self.costs.num_layers) if self.saved_at_most[v] > 0]
         return sorted({self._running_bytes[v] for v in able})
 
     @cached_property
-    def _saved_at_most(self) -> list[int]:
-        """[L]: saved_v if all inputs of the layer come from before the stage."""
+    def saved_at_most(self) -> list[int]:
+        """[L]: saved_v, bytes of the stash of a micro-batch that recomputing the layer saves, if all inputs of the layer come from before the stage."""
         saved = [x.stash_bytes for x in self.costs.sums.costs]
         for value in values_of(self.costs.profile):
             if value.producer is None:
@@ -240,7 +240,7 @@ class RecomputeSelector:
         layers = self.costs.downsets.layers(first, end)
         inside, found = set(layers) if self._reads else set[int](), []
         for v in layers:
-            saved = self._saved_at_most[v] - sum(x for made, x in self._reads.get(v, ()) if made in inside)
+            saved = self.saved_at_most[v] - sum(x for made, x in self._reads.get(v, ()) if made in inside)
             if saved > 0 and self._running_bytes[v] <= self._levels[level]:
                 found.append((v, (saved, self._seconds[v])))
         return found
@@ -309,10 +309,20 @@ class RecomputeSelector:
         return peaks
 
     def _base(self, first: Ints, end: Ints, parts: StageBytes[Ints]) -> _Base:
-        workspaces = self.costs.workspaces
-        forward, backward = (workspaces.largest(x, first, end) for x in DIRECTIONS)
+        rows = self._workspace_table.rows if self.costs.is_short_chain else self._workspaces
+        forward, backward, beside = rows(first, end)
         emptied = _selecting(parts, forward=forward, backward=backward, kept_bytes=np.zeros_like(parts.stash))
-        return _Base(emptied, workspaces.beside_backward(first, end))
+        return _Base(emptied, beside)
+
+    def _workspaces(self, first: Ints, end: Ints) -> Ints:
+        """[3, E]: the largest workspaces of a layer, forward and backward, and what is there beside in a backward."""
+        workspaces = self.costs.workspaces
+        largest = (workspaces.largest(x, first, end) for x in DIRECTIONS)
+        return np.array([*largest, workspaces.beside_backward(first, end)])
+
+    @cached_property
+    def _workspace_table(self) -> PartTable:
+        return PartTable(self.costs.num_positions, self._workspaces)
 
 
 def _peak_of(moments: Moments, parts: StageBytes[Ints]) -> Ints:

@@ -165,6 +165,7 @@ TIME_LIMIT_S = 10.0
 
 _NUM_EVEN_PLANS = 40  # plans, to begin a search for the smallest peak with
 _SHARE_OF_START = 0.25  # of the time that is left, for one of several plans to begin with
+_SHARE_OF_SEARCH = 0.5  # of the time that the plan to begin with took: the search gets so much at least
 _SHARE_OF_FIRST = 0.5  # of the time that is left: if the first plan took longer, it is the only one to begin with
 
 
@@ -180,11 +181,14 @@ def smallest(
     It is no worse than `start`, if that is given and fits; above `cutoff_s` none is looked for.
     Raises TooManyCandidates for graphs with very many down-sets if no such `start` is given; NoPlanError where in that time no plan was found that fits, nor that there is none.
     """
-    deadline_s = time.perf_counter() + time_limit_s
+    started_s = time.perf_counter()
+    deadline_s = started_s + time_limit_s
     given = None if start is None or not fits_memory(problem, start.stages) else ends_of_stages(problem, start.stages)
     starts = _starts(problem, given, deadline_s=deadline_s)
     if not starts:
         return None
+    now_s = time.perf_counter()
+    deadline_s = max(deadline_s, now_s + _SHARE_OF_SEARCH * (now_s - started_s))
     search = Search(problem=problem, goal=StepGoal if problem.minimize == "step-time" else LoadGoal)
     known = search.run(replace(_best_of(search, starts, deadline_s), limit=cutoff_s), deadline_s=deadline_s)
     wanted = "a shorter step" if problem.minimize == "step-time" else "a smaller largest load"
@@ -244,18 +248,16 @@ def _known_peak(free: Problem, start: Solution) -> Incumbent:
 def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[Ints]:
     """Where the stages of partitions end, to begin with, that fit the memory; none where none is possible.
 
-    Of the given one and that which is made without a search the better; where the latter does not fit, the given one,
-    or one that is found, and that to which moves away from the latter lead.
+    The given one, which for many stages takes far less than to make one. With chunks, of it and that which is made without a
+    search the better; where the latter does not fit, the given one, or one that is found, and that to which moves away from
+    the latter lead.
     """
     known = [] if given is None else [given]
     if not problem.has_chunks:
-        try:
-            fitting = smallest_largest(problem)
-        except TooManyCandidates:
-            if not known:
-                raise
+        if known:
             return known
-        return _better(problem, [*known, *([] if fitting is None else [ends_of_stages(problem, fitting.stages)])])
+        fitting = smallest_largest(problem)
+        return [] if fitting is None else [ends_of_stages(problem, fitting.stages)]
     started_s, unlimited = time.perf_counter(), _stages_by_themselves(without_memory(problem))
     if unlimited is None:
         return []

@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, pairwise, product
+from functools import partial
+from itertools import islice, product
 from typing import Any, cast
 
 from gplan.core import OBJECTIVES, Alternative, Constraints, Plan, Profile
@@ -41,7 +42,6 @@ from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch
 from gplan.strategy_search.space import base_schedule, search_space
 
 _NUM_TRIES = 4  # of plans for a request without open dials that fits with what the allocators reserve
-_TURNS = (0.0, 0.5, 0.75, 1.0)  # of a search's time for such a plan, each with the limit that the plan before it leaves
 
 
 def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_progress) -> Plan:
@@ -49,7 +49,8 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
 
     Where the profile has the layers' tensors, as those of GPUs do, the plan fits with what the allocators reserve and what
     is taken beside that. Planning counts the bytes of tensors alone: it gets the limit less what is taken beside them, and
-    again, a few times, less what the plan found reserves in vain. The bound is that of the limit that its plan was found with.
+    again, a few times, less what the plan found reserves in vain; in a search for that setting alone. The bound is that of the
+    limit that its plan, or that of each setting, was found with.
 
     Raises UsageError for an impossible request, NoPlanError where no plan fits the memory or none was found in time.
     """
@@ -244,29 +245,14 @@ def search(profile: Profile, request: PlanRequest, *, progress: Progress = no_pr
     limit, within = _limits(profile, request)
     downsets, notes = _down_sets(profile, request.constraints)
     found = SettingSearch(profile=profile, space=space, request=request, downsets=downsets, progress=progress)
+    if limit and within != limit:
+        found.over = partial(bytes_over, profile=profile, limit=limit)
     share = _SHARE_OF_BEST if machine is None else 1.0
-    best, lower_bound = None, 0.0
-    for low, high in pairwise(_TURNS if within != limit else (0.0, 1.0)):
-        try:
-            found.run(within, deadline_s=started_s + high * share * time_limit_s, share=(low * share, high * share))
-        except KeyboardInterrupt:
-            if best is None:
-                raise
-            found.is_interrupted = True
-        less = None
-        if found.best is not None:
-            best, lower_bound = found.best, found.lower_bound
-            over = bytes_over(best, profile, limit) if limit and within != limit else 0
-            less = _less(best, within, limit, over=over)
-        elif not found.num_left and not found.is_interrupted:
-            best = None
-        if found.is_interrupted or not (found.num_left or less):
-            break
-        within = less or within
-    if best is None:
+    found.run(within, deadline_s=started_s + share * time_limit_s, share=(0.0, share))
+    if found.best is None:
         error = _no_plan_error(found, within, time_limit_s)
-        raise error if found.num_left else _of_whole_device(error, within, limit)
-    plan = found.best_fitting(within) or best
+        raise error if found.num_left else _of_whole_device(error, found.least_within(within), limit)
+    plan, lower_bound = found.best, found.lower_bound
     notes = (*space.notes, *notes, *_notes(found, plan))
     if machine is None and not found.is_interrupted and not _explore(found, deadline_s=started_s + time_limit_s):
         notes = (*notes, "the search for plans with less memory was interrupted")

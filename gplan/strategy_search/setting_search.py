@@ -1,16 +1,22 @@
 """The loop over the settings of a space: balance one after the other, and drop those whose bound is above the best step.
 
-Every setting begins with its lower bound in closed form (`bounds.py`). The settings are balanced by rising estimate, every
-second turn one of the simplest schedules. Once there is a plan, every second turn takes the setting with the smallest bound,
-so that the proof grows with the plan. Each gets a share of the time left and raises its bound; those that
-are not proven when all have had their turn are balanced again with more time. The lower bound over all is the smallest
-bound of any setting. On a machine, balancing places the stages too. Bounds hold for less memory as well, so a run with
-less memory begins with what is known.
+Every setting begins with a lower bound in closed form (`bounds.py`), which is raised for the memory when its turn comes.
+The settings are looked at in turns: the one of the smallest estimate, then the one of the smallest bound, so that the proof
+grows with the plan; before there is a plan one of the simplest schedules, of which it is found soonest. Each gets a share of the time left and raises its bound; those that are not proven when all have had
+their turn get more time. Where a model is equal blocks but for its ends, settings with many stages are first settled to
+within a few per mille of the best plan, by programs over the blocks (`block_program`). The lower bound over all is the
+smallest bound of any setting. On a machine, balancing places the stages too. Bounds hold for less memory as well, so a run
+with less memory begins with what is known.
+
+A plan is kept only where its devices have what their allocators reserve, too. Where one does not, its setting is balanced
+again with less memory for tensors, by what was lacking.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
@@ -23,6 +29,7 @@ from gplan.core.units import counted, seconds_text
 from gplan.corrections import planned
 from gplan.cost.stage_table import StageTable
 from gplan.graph.down_sets import DownSets
+from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.branch_and_bound import Search
 from gplan.partition.candidates import INFINITY
 from gplan.partition.goals import StepGoal
@@ -43,6 +50,14 @@ _LEAST_SOLVE_S = 1.0  # time limit of a solve, at least; doubles with every turn
 _SHORTEST_S = 1e-3  # time limit of a solve after the deadline
 _SHARE_OF_SOLVE = 0.1  # of a run's time for one solve, at least, where that is less than `_LEAST_SOLVE_S`
 _SHARE = 0.5  # of the time left, for the problems to come
+_GAPS = (0.02, 0.005, 0.001)  # to within which of the best cost settings are settled by programs over blocks, in turn
+_TURN = 1.1  # times the next smallest bound: so far a program raises its own before another setting has its turn
+_STUCK, _MOST_STUCK = (
+    0.05,
+    6,
+)  # share of its bound by which a setting comes later for each turn in vain, and those turns
+_FEW_STAGES = 8  # settings with more have such programs
+_LEAST_LESS = 0.005  # share of the memory that tensors lose at least where allocators reserve too much
 _NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
 
 _Way: TypeAlias = tuple[Setting, RecomputeMode]
@@ -60,6 +75,7 @@ class SettingSearch:
     request: PlanRequest
     downsets: DownSets | None
     progress: Progress
+    over: Callable[[Plan], int] = lambda _: 0  # bytes that the devices of a plan lack for what their allocators reserve
     best: Plan | None = None  # within the memory of the last run
     bounds: dict[Setting, float] = field(default_factory=dict)  # of the cost of every plan within that memory
     num_left: int = 0  # settings that the last run neither proved nor ruled out
@@ -74,6 +90,10 @@ class SettingSearch:
     _deadline_s: float = 0.0  # of the last run
     _tables: dict[tuple[object, ...], StageTable] = field(default_factory=dict)
     _closed: dict[_Way, SettingBounds] = field(default_factory=dict)
+    _closed_within: dict[tuple[_Way, int], float] = field(default_factory=dict)  # bounds of the step, by memory limit
+    _within: dict[_Way, int] = field(default_factory=dict)  # for tensors, where allocators reserved too much
+    _blocks: dict[int, range | None] = field(default_factory=dict)  # by table
+    _programs: dict[tuple[_Way, int | None], BlockProgram] = field(default_factory=dict)
 
     def run(self, memory_bytes: int | None, *, deadline_s: float, share: tuple[float, float]) -> None:
         """Find the best plan within the memory, which is at most that of the run before.
@@ -83,44 +103,78 @@ class SettingSearch:
         self.best, self.undecided, started_s = self.best_fitting(memory_bytes), set(), time.perf_counter()
         first, self._deadline_s = self.space.recompute[0], deadline_s
         self.progress(f"bounding {counted(len(self.space.settings), 'setting')}", share[0])
-        for x in self.space.settings:
-            bounds = [self._bound(x, mode, memory_bytes) for mode in self._modes(x, memory_bytes)]
-            self.bounds[x] = max(self.bounds.get(x, 0.0), min(bounds, default=INFINITY))
-        turn = list(self.space.settings[::-1])  # of equal estimates 1F1B before GPipe, which keeps more
-        turn.sort(key=lambda x: self._weighted(self.closed_bounds(x, first).estimate_s, x))
-        unproven, is_first = list[Setting](), True
+        for x in self.space.settings if not self.bounds else ():
+            bounds = [self._weighted(self._fastest_s(x, mode), x) for mode in self._modes(x, memory_bytes)]
+            self.bounds[x] = min(bounds, default=INFINITY)
+        still_open = list(self.space.settings[::-1])  # of equal estimates 1F1B before GPipe, which keeps more
+        still_open.sort(key=lambda x: self._weighted(self.closed_bounds(x, first).estimate_s, x))
+
+        def told(setting: Setting) -> None:
+            best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
+            left = (deadline_s - time.perf_counter()) / (deadline_s - started_s)
+            self.progress(
+                f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "
+                f"{schedule_info(setting.schedule).title}",
+                share[1] - (share[1] - share[0]) * left,
+            )
+
         least_s = min(_LEAST_SOLVE_S, _SHARE_OF_SOLVE * (deadline_s - started_s))
-        num_ways = 1 if memory_bytes is None else 1 + len(self.space.recompute)  # that a setting may be balanced in
         try:
-            while (left_s := deadline_s - time.perf_counter()) > 0:
-                turn = [x for x in turn if self.bounds[x] <= self._cutoff]
-                if not turn:
-                    turn, unproven, least_s = unproven, [], 2 * least_s
-                    if not turn:
-                        break
-                    continue
-                if self.best is None:  # by estimate; every second turn a simple schedule
-                    setting = next((x for x in turn if x.schedule in SIMPLEST and is_first), turn[0])
-                else:
-                    setting = turn[0] if is_first else min(turn, key=self.bounds.__getitem__)
-                is_first = not is_first
-                best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
-                self.progress(
-                    f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "
-                    f"{schedule_info(setting.schedule).title}",
-                    share[1] - (share[1] - share[0]) * left_s / (deadline_s - started_s),
-                )
-                limit_s = max(least_s, _SHARE * left_s / (len(turn) * num_ways))
-                is_finished = self._balance(setting, memory_bytes, time_limit_s=limit_s)
-                turn.remove(setting)
-                if not is_finished:
-                    unproven.append(setting)
+            for gap in (*_GAPS, 0.0) if any(map(self._counts_blocks, still_open)) else (0.0,):
+                self._settle(still_open, memory_bytes, gap=gap, least_s=least_s, told=told)
         except KeyboardInterrupt:
             if self.best is None:
                 raise
             self.is_interrupted = True
         worth = self.cost(self.best) * (1 - ROUNDING)
-        self.num_left = sum(self.bounds[x] < worth for x in (*turn, *unproven))
+        self.num_left = sum(self.bounds[x] < worth for x in still_open)
+
+    def _settle(
+        self,
+        still_open: list[Setting],
+        memory_bytes: int | None,
+        *,
+        gap: float,
+        least_s: float,
+        told: Callable[[Setting], None],
+    ) -> None:
+        """Balance settings, the most promising first, until none may cost less than the best plan by more than the gap.
+
+        Those of which nothing more can be known are taken out of the open ones; with a gap only settings that programs
+        over blocks settle are looked at.
+        """
+        turn, unproven = list(still_open), list[Setting]()
+        num_ways = 1 if memory_bytes is None else 1 + len(self.space.recompute)  # that a setting may be balanced in
+        is_promising, num_stuck = True, Counter[Setting]()
+        while (left_s := self._deadline_s - time.perf_counter()) > 0:
+            turn = [x for x in turn if self.bounds[x] <= self._cutoff * (1 - gap) and self.bounds[x] < INFINITY]
+            if not turn:
+                turn, unproven, least_s = unproven, [], 2 * least_s
+                if not turn:
+                    return
+                continue
+            setting, until = turn[0], INFINITY
+            if self.best is not None and (gap or not is_promising):
+                setting = min(turn, key=lambda x: self.bounds[x] * (1 + _STUCK * num_stuck[x]))
+                until = _TURN * min((self.bounds[x] for x in turn if x is not setting), default=INFINITY)
+            elif not is_promising:
+                setting = next((x for x in turn if x.schedule in SIMPLEST), setting)
+            if self._has_risen(setting, memory_bytes):
+                continue
+            is_promising = not is_promising
+            told(setting)
+            limit_s = max(least_s, _SHARE * left_s / (len(turn) * num_ways))
+            is_finished = self._balance(setting, memory_bytes, gap=gap, until=until, time_limit_s=limit_s)
+            if not is_finished and until <= self.bounds[setting]:
+                continue  # another one has the smallest bound now
+            num_stuck[setting] += 1
+            if gap and self.best is not None and not is_finished and num_stuck[setting] < _MOST_STUCK:
+                continue
+            turn.remove(setting)
+            if not is_finished:
+                unproven.append(setting)
+            elif not gap or not self._counts_blocks(setting):
+                still_open.remove(setting)
 
     @property
     def lower_bound(self) -> float:
@@ -156,6 +210,10 @@ class SettingSearch:
                 best = self._better(best, plan)
         return best
 
+    def least_within(self, memory_bytes: int | None) -> int | None:
+        """The least memory for tensors that any setting was balanced with."""
+        return memory_bytes if memory_bytes is None else min([memory_bytes, *self._within.values()])
+
     def closed_bounds(self, setting: Setting, recompute: RecomputeMode) -> SettingBounds:
         """The closed-form bounds of a setting; on a machine without transfers."""
         way = (setting, recompute)
@@ -167,7 +225,9 @@ class SettingSearch:
         return self._closed[way]
 
     def problem(self, setting: Setting, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
-        """The partition problem of a setting."""
+        """The partition problem of a setting, with less memory where allocators reserve too much."""
+        if memory_bytes is not None:
+            memory_bytes = min(memory_bytes, self._within.get((setting, recompute), memory_bytes))
         return Problem(
             costs=self._table(setting),
             num_stages=setting.num_stages,
@@ -195,13 +255,35 @@ class SettingSearch:
             )
         return self._tables[key]
 
+    def _fastest_s(self, setting: Setting, recompute: RecomputeMode) -> float:
+        """The closed-form bound of the step without a memory; a machine's fastest device computes that much faster."""
+        machine = self.request.machine
+        fastest = max([1.0, *(x.speed for x in machine.devices)]) if machine else 1.0
+        return self.closed_bounds(setting, recompute).step_s / fastest
+
     def _bound(self, setting: Setting, recompute: RecomputeMode, memory_bytes: int | None) -> float:
-        """The closed-form bound of the cost; a machine's fastest device computes that much faster."""
-        bounds, machine = self.closed_bounds(setting, recompute), self.request.machine
-        if machine is not None:
-            return self._weighted(bounds.step_s / max([1.0, *(x.speed for x in machine.devices)]), setting)
-        step_s = bounds.step_s if memory_bytes is None else bounds.within_s(memory_bytes)
-        return self._weighted(step_s, setting)
+        """The closed-form bound of the cost."""
+        if self.request.machine is not None or memory_bytes is None:
+            return self._weighted(self._fastest_s(setting, recompute), setting)
+        key = (setting, recompute), memory_bytes
+        if key not in self._closed_within:
+            self._closed_within[key] = self.closed_bounds(setting, recompute).within_s(memory_bytes)
+        return self._weighted(self._closed_within[key], setting)
+
+    def _has_risen(self, setting: Setting, memory_bytes: int | None) -> bool:
+        """Whether what is known of the ways to recompute raises the bound of a setting."""
+        known = (self._known(setting, x, memory_bytes) for x in self._modes(setting, memory_bytes))
+        before, self.bounds[setting] = self.bounds[setting], max(self.bounds[setting], min(known, default=INFINITY))
+        return self.bounds[setting] > before
+
+    def _counts_blocks(self, setting: Setting) -> bool:
+        """Whether programs over blocks settle a setting."""
+        if self.request.machine is not None or setting.num_stages <= _FEW_STAGES:
+            return False
+        problem = self.problem(setting, "never", None)
+        if id(problem.costs) not in self._blocks:
+            self._blocks[id(problem.costs)] = equal_blocks(problem)
+        return self._blocks[id(problem.costs)] is not None
 
     def _weighted(self, step_s: float, setting: Setting) -> float:
         return step_s * self.weight(setting.total_devices)
@@ -220,17 +302,27 @@ class SettingSearch:
             return other
         return min(one, other, key=_plainness) if self.cost(other) <= self.cost(one) * (1 + ROUNDING) else one
 
-    def _balance(self, setting: Setting, memory_bytes: int | None, *, time_limit_s: float) -> bool:
+    def _balance(
+        self, setting: Setting, memory_bytes: int | None, *, gap: float, until: float, time_limit_s: float
+    ) -> bool:
         """Balance a setting for every way to recompute, and raise its bound; returns whether more time is of no use.
 
-        It is first balanced without a memory limit: a plan that fits anyway is the best for every way to recompute.
+        With a gap it ends where no plan may cost less than the best one by more than that, or the bound is `until`.
+
+        Without a gap it is first balanced without a memory limit: a plan that fits anyway is the best for every way.
         """
-        modes = [x for x in self._modes(setting, memory_bytes) if self._could_be_best(setting, x, memory_bytes)]
+        is_counted = gap > 0 and self._counts_blocks(setting)
+        gap = gap if is_counted else 0.0
+        modes = [x for x in self._modes(setting, memory_bytes) if self._could_be_best(setting, x, memory_bytes, gap)]
         least, is_finished = self.bounds[setting], True
         if not modes:
-            self.bounds[setting] = max(least, self._beyond)
+            self.bounds[setting] = max(least, self._beyond * (1 - gap))
             return True
-        if self.request.machine is None and (memory_bytes is None or {"never", "selected"} & {*modes}):
+        if (
+            not is_counted
+            and self.request.machine is None
+            and (memory_bytes is None or {"never", "selected"} & {*modes})
+        ):
             problem = self.problem(setting, self._allowed(setting)[0], memory_bytes)
             kept = nothing_recomputed(problem)
             free, is_finished = self._free.get(setting, (None, False))
@@ -238,35 +330,71 @@ class SettingSearch:
                 free, is_finished = self._free[setting] = self._solved(without_memory(problem), setting, time_limit_s)
             least = INFINITY if free is None else max(least, self._weighted(free.solution.lower_bound_s, setting))
             if free is None or fits_memory(kept, free.solution.stages):
-                if free is not None:
-                    self._record(setting, memory_bytes, replace(free, problem=problem))
+                if free is not None and not self._record(setting, memory_bytes, replace(free, problem=problem)):
+                    is_finished = False
                 self.bounds[setting] = least
                 return is_finished
             is_finished = True
-        bounds = [self._beyond]
-        for mode in modes:
+        bounds = [self._beyond * (1 - gap)]
+        for mode in modes[::-1] if is_counted else modes:
             way, is_settled = (setting, mode), True
             bound = max(least, self._known(setting, mode, memory_bytes))
-            if bound <= self._cutoff:
+            is_kept, before, most = False, self._last.get(setting), self._cutoff * (1 - gap)
+            while bound <= most and bound < INFINITY and not is_kept:
                 problem = self.problem(setting, mode, memory_bytes)
                 try:
-                    cutoff_s = self._beyond / self.weight(setting.total_devices)
-                    found, is_settled = self._solved(problem, setting, time_limit_s, cutoff_s)
+                    if is_counted and mode != "selected":
+                        found, is_settled = self._counted(
+                            problem, way, bound, until=until, gap=gap, time_limit_s=time_limit_s
+                        )
+                    else:
+                        cutoff_s = self._beyond / self.weight(setting.total_devices)
+                        found, is_settled = self._solved(problem, setting, time_limit_s, cutoff_s)
                 except NoPlanError:
                     self.undecided.add(way)
                     is_settled = False
-                else:
-                    self.undecided.discard(way)
-                    if found is None:
-                        bound = INFINITY
-                    else:
-                        self._record(setting, memory_bytes, found)
-                        bound = max(bound, self._weighted(found.solution.lower_bound_s, setting))
-                    self._limited[way] = bound
+                    break
+                self.undecided.discard(way)
+                bound = INFINITY
+                if found is not None:
+                    bound = max(least, self._weighted(found.solution.lower_bound_s, setting))
+                    is_kept = not found.solution.stages or self._record(setting, memory_bytes, found)
+                    if not is_kept:  # again, with less memory
+                        most = self._cutoff
+                        if before is not None:
+                            self._last[setting] = before
+                self._limited[way] = max(bound, self._known(setting, mode, memory_bytes))
             bounds.append(bound)
             is_finished = is_finished and is_settled
-        self.bounds[setting] = min(bounds)
+        self.bounds[setting] = max(self.bounds[setting], min(bounds))
         return is_finished
+
+    def _counted(
+        self, problem: Problem, way: _Way, bound: float, *, gap: float, until: float, time_limit_s: float
+    ) -> tuple[Placed | None, bool]:
+        """As `_solved`, by the program over blocks of that way, which goes on where it was.
+
+        The solution has no stages where no plan better than the best one was found.
+        """
+        key = way, problem.memory_bytes
+        if key not in self._programs:
+            blocks = self._blocks[id(problem.costs)]
+            assert blocks is not None, "only settings with equal blocks are counted"
+            self._programs[key] = BlockProgram(problem, blocks)
+        self.num_solved += 1
+        weight, deadline_s = self.weight(way[0].total_devices), time.perf_counter() + time_limit_s
+        known = Counted(cut=None, step_s=self.cost(self.best) / weight, lower_bound_s=bound / weight)
+        found = self._programs[key].solve(
+            known, enough=gap, deadline_s=min(deadline_s, self._deadline_s), until_s=until / weight
+        )
+        if found.lower_bound_s == INFINITY:
+            return None, True
+        stages = () if found.cut is None else found.cut.stages()
+        solution = Solution(stages=stages, lower_bound_s=found.lower_bound_s, solver="block-program/HiGHS")
+        if stages:
+            self._last[way[0]] = solution
+        is_settled = found.is_final or found.lower_bound_s >= found.step_s * (1 - gap)
+        return Placed(problem=problem, solution=solution), is_settled
 
     @property
     def _beyond(self) -> float:
@@ -277,14 +405,15 @@ class SettingSearch:
         """The bound of a setting in one way to recompute."""
         return max(self._limited.get((setting, mode), 0.0), self._bound(setting, mode, memory_bytes))
 
-    def _could_be_best(self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None) -> bool:
-        """Whether bounds leave room for a plan of a setting that costs no more than the best one; raises its bound."""
+    def _could_be_best(self, setting: Setting, mode: RecomputeMode, memory_bytes: int | None, gap: float) -> bool:
+        """Whether bounds leave room for a plan that costs no more than the best one less the gap; raises the way's bound."""
         known = self._known(setting, mode, memory_bytes)
-        if known <= self._cutoff < INFINITY and self.request.machine is None:
+        is_open, by_program = known <= self._cutoff * (1 - gap), gap and mode != "selected"
+        if is_open and not by_program and self._cutoff < INFINITY and self.request.machine is None:
             search = Search(problem=self.problem(setting, mode, memory_bytes), goal=StepGoal)
             bound_s = search.bound_up_to(self._beyond / self.weight(setting.total_devices))
             known = self._limited[setting, mode] = max(known, self._weighted(bound_s, setting))
-        return known <= self._cutoff
+        return known <= self._cutoff * (1 - gap)
 
     def _allowed(self, setting: Setting) -> list[RecomputeMode]:
         """The ways to recompute that the request allows."""
@@ -316,15 +445,23 @@ class SettingSearch:
             self._last[setting] = found.solution
         return found, time.perf_counter() - started_s < _NEARLY * time_limit_s
 
-    def _record(self, setting: Setting, memory_bytes: int | None, found: Placed) -> None:
-        """Keep the plan; one whose layers are selected, and none is, recomputes never."""
-        plan = price(found.problem, found.solution, solve_s=0.0)
+    def _record(self, setting: Setting, memory_bytes: int | None, found: Placed) -> bool:
+        """Keep the plan; one whose layers are selected, and none is, recomputes never.
+
+        Returns False where it would be the best, but for devices that reserve too much: then it is not kept.
+        """
+        plan, way = price(found.problem, found.solution, solve_s=0.0), (setting, found.problem.recompute)
         is_empty = plan.recompute == "selected" and not any(x.recompute_layers for x in plan.stages)
         if is_empty and "never" in self.space.recompute:
             plan = price(nothing_recomputed(found.problem), found.solution, solve_s=0.0)
+        if self._better(self.best, plan) is plan and memory_bytes is not None and (over := self.over(plan)) > 0:
+            within = min(plan.peak_bytes, self._within.get(way, memory_bytes))
+            self._within[way] = max(1, within - max(over, int(_LEAST_LESS * within)))
+            return False
         key = ((setting, plan.recompute), memory_bytes)
         self.plans[key] = self._better(self.plans.get(key), plan)
         self.best = self._better(self.best, plan)
+        return True
 
 
 def _plainness(plan: Plan) -> tuple[object, ...]:

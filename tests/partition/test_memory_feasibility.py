@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gplan.cost.memory_moments import ALIKE_FROM_THE_END
 from gplan.partition import memory_feasibility
 from gplan.partition.candidates import TooManyCandidates
-from gplan.partition.memory_feasibility import ALIKE_FROM_THE_END, any_fits, least_peak, numbers_of_stages_that_fit
+from gplan.partition.memory_feasibility import any_fits, least_peak, numbers_of_stages_that_fit
 from gplan.partition.minimax import smallest_largest
 from gplan.partition.plan_evaluation import stages_of
 from gplan.partition.problem import Problem, moments_of

@@ -60,7 +60,9 @@ def test_memory_bound(problem: Problem, recompute: str) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
-@given(problems(minimize=["step-time"], schedules=EVERY), st.sampled_from(["never", "except-last", "selected"]))
+@given(
+    problems(minimize=["step-time"], schedules=EVERY), st.sampled_from(["never", "always", "except-last", "selected"])
+)
 def test_bound_within_memory(problem: Problem, recompute: str) -> None:
     if recompute == "selected" and why_not_selected(problem.schedule):
         return
@@ -119,7 +121,7 @@ def test_chunks_are_guessed_to_wait_that_much_less() -> None:
     least = SettingBounds(problem)
     assert problem.num_devices == 4
     assert least.estimate_s == pytest.approx((16 + 3 / 2) * 6.0)
-    assert least.step_s == pytest.approx(16 * 6.0 + 3 / 2 * 3.0)  # every device waits for as many layers as its number
+    assert least.step_s == pytest.approx(16 * 6.0 + 3 * 3.0)  # the last device waits for three layers
 
 
 def test_bound_of_one_device_is_exact() -> None:
