@@ -46,6 +46,14 @@ def collector_left_frozen() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def forks_run_backwards() -> None:
+    """Tests fork ranks that train, also with a build of torch for CUDA."""
+    from gplan_profiler.torch_compat import start_autograd
+
+    start_autograd()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def seeding_keeps_no_stacks() -> Iterator[None]:
     """Without a GPU, torch keeps the formatted stack of every call of manual_seed, which takes milliseconds here."""
     import torch
