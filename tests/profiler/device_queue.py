@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -91,8 +92,8 @@ class DeviceQueue(CudaQueue):
         yield found
 
 
-QUEUE: list[DeviceQueue] = [DeviceQueue()]
-"""The current one."""
+QUEUE: list[ref[DeviceQueue]] = []
+"""The current one. Like a GPU's, it is no state of the model that gplan can see: what a reference leads to is not."""
 
 
 class _Launches(torch.autograd.Function):
@@ -128,10 +129,12 @@ class Kernels(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def launch(self, times: int, *, waits: bool) -> None:
+        queue = QUEUE[0]()
+        assert queue is not None
         for _ in range(times * self.num_kernels):
-            QUEUE[0].launch(host_s=self.host_s, device_s=self.device_s)
+            queue.launch(host_s=self.host_s, device_s=self.device_s)
         if waits:
-            QUEUE[0].item()
+            queue.item()
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = _Launches.apply(x, self.weight, self)  # type: ignore[no-untyped-call]

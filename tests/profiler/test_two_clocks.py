@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import ref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -86,7 +88,8 @@ def test_a_layer_with_more_kernels_than_the_queue_holds_is_timed_without_a_spin(
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     """Of a host-bound layer, a device-bound one, and two that wait for the device, on a queue with clocks of its own."""
-    QUEUE[0] = DeviceQueue()
+    queue = DeviceQueue()
+    QUEUE[:] = [ref(queue)]
     model = nn.Sequential(
         Kernels(4, 1e-5, 1e-6),
         Kernels(4, 1e-5, 1e-4),
@@ -95,7 +98,7 @@ def profile() -> Profile:
     )
     file = model_in_memory(model, inputs=torch.rand(2, 4), loss=lambda output, _: output.sum())
     options = ProfileOptions(contention=0, link=FREE_LINK, budget_s=0.2, microbatch_sizes=(2,))
-    return measure_profile(file, options, clock=CudaClock(QUEUE[0]))
+    return measure_profile(file, options, clock=CudaClock(queue))
 
 
 def test_profile_has_seconds_of_host_and_device(profile: Profile) -> None:

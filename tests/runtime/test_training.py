@@ -255,7 +255,10 @@ def failing_file(tmp_path: Path, body: str) -> tuple[str, Plan]:
 
 
 def test_exception_in_a_stage(tmp_path: Path) -> None:
-    body = "Bomb.calls = getattr(Bomb, 'calls', 0) + 1\n        if Bomb.calls > 3: 1 / 0"  # not while it is captured
+    body = (  # in the fourth call of a process: not while it is captured
+        f"import os, pathlib; path = pathlib.Path({str(tmp_path)!r}) / str(os.getpid()); "
+        "path.write_text((path.read_text() if path.exists() else '') + '.'); 1 / (path.stat().st_size < 4)"
+    )
     reference, plan = failing_file(tmp_path, body)
     with pytest.raises(RunError, match=r"rank \d: .*division by zero"):
         run_forked(reference, plan, RunOptions(num_steps=2, timeout_s=60.0))
