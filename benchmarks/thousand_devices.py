@@ -99,8 +99,8 @@ def report(rows: pd.DataFrame, frontier: pd.DataFrame) -> list[str]:
         "the frontier in [frontier.csv](frontier.csv). A search was complete, or stopped at a limit by the clock; seconds are by the clock, in "
         "brackets those of the processor, start of the process included: where other work ran beside it, they are fewer. The gap is over all settings. One replica is `stages` on as many devices unless the schedule has "
         "several on each. K is at most the number of layers, so the number of settings stops growing with the devices. "
-        "In 60 s most settings of Llama-3 405B stay open: its gaps are large, and a faster plan may exist (that for 1,024 devices would "
-        "run on more). `gplan layout`, which has tensor widths too, [proves it within 1.6 %](../machine-layouts/README.md).\n",
+        "Llama-3 405B keeps large gaps: bounds of settings with several stages a device are loose within this memory, so a "
+        "faster plan may exist. `gplan layout`, which has tensor widths too, [proves it within 1.6 %](../machine-layouts/README.md).\n",
         *markdown(heads, (_cells(row) for row in rows.sort_values(["model", "devices"]).itertuples())),
         f"\n## {model} on {num_devices:,} devices: less memory, longer steps\n",
         *markdown(["setting", "step", "bubble", "peak"], points),
