@@ -4,10 +4,12 @@ Seconds and bytes of a stage are then linear in its numbers n_ks of blocks of ea
 these lie on the first and the last stages in a few ways c, of which one is taken: y_c = 1. So every path through the step is
     T >= sum over s of (sum over k of a_ks n_ks + sum over c of b_sc y_c)      Paths of critical_path
 and every moment of a device at which its memory may peak is a row too. Kinds take turns, as attention to all tokens and to
-near ones: the blocks up to any stage have each kind's share of them, but for what the turns allow. The program has the rows found so far; its solution
-is simulated, and the longest path of that step is the next row (cutting planes; Kelley 1960). First the relaxation to
-real numbers is solved until no row is violated, then the program in integers. The bound of each of them holds for every
-partition; every solution in integers is a partition, priced by simulation.
+near ones do: up to any stage, each kind has its share of the blocks, or differs from it by what one turn allows.
+
+The program has the rows found so far; its solution is simulated, and the longest path of that step is the next row
+(cutting planes; Kelley 1960). First the relaxation to real numbers is solved until no row is violated, then the program in
+integers. The bound of each of them holds for every partition; every solution in integers is a partition, priced by
+simulation.
 """
 
 from __future__ import annotations
@@ -328,6 +330,7 @@ class BlockProgram:
         known, found = dict[tuple[int, int], Floats](), list[Floats]()
 
         def beside_blocks(first: int, end: int) -> Floats:
+            """What is not linear: the least of all places in a turn at which blocks alone may begin."""
             if (first, end) not in known:
                 shifts = range(period if self.blocks.start <= first else 1)
                 ranges = [(first + x, end + x) for x in shifts if not x or end + x <= self.blocks.stop]

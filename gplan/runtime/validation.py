@@ -51,9 +51,11 @@ def checked_loss(loss: Any, *, trains: bool) -> Tensor:
 def check_reduction(
     loss: Loss, output: Any, target: Any, *, value: Tensor, num_rows: int, expected: LossReduction
 ) -> None:
-    """Raise UsageError for a loss that is a sum where the plan expects a mean, or the other way round, or that has a state.
+    """Raise UsageError for a loss that keeps values from call to call, or is a sum where the plan expects a mean, or the
+    other way round.
 
-    Either reduction would scale the gradients wrongly. `value` is what the loss was for these arguments and random numbers. The loss is evaluated for `num_rows` samples and for each half of them.
+    The wrong reduction would scale the gradients wrongly. `value` is what the loss was for these arguments and random
+    numbers. The loss is evaluated again for all `num_rows` samples, and for each half of them.
     A loss that is neither, that does not depend on the samples, or that takes no other outputs passes.
     """
     half = num_rows // 2
