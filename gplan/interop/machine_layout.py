@@ -78,7 +78,7 @@ def layout_of(
         )
     if order != ORDER and receiver != "megatron":
         raise UsageError(f"{receiver} places groups as {ORDER}; leave --order out, or take --to megatron")
-    kv_heads = decoder.num_key_value_heads or decoder.num_attention_heads
+    kv_heads = decoder.kv_heads
     if 0 < kv_heads < (dials["tensor"] or 1) and not receiver_named(receiver).copies_keys:
         raise UsageError(
             f"--tensor is {dials['tensor']}, and the model has {kv_heads} heads of keys and values, which {receiver_named(receiver).title} does "

@@ -119,7 +119,7 @@ class WidthSpace:
     def _is_divided_by(self, tensor: int) -> bool:
         """Whether a tensor width divides the heads."""
         model = self.decoder
-        kv_heads = model.num_key_value_heads or model.num_attention_heads
+        kv_heads = model.kv_heads
         if receiver_named(self.receiver).copies_keys and kv_heads and not tensor % kv_heads:
             kv_heads = tensor
         return not any(x % tensor for x in (kv_heads, model.num_attention_heads, model.linear_num_value_heads))

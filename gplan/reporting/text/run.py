@@ -67,12 +67,12 @@ def run_view(run: Run, *, shown_notes: Collection[str] = ()) -> RenderableType:
         *([Text(whole_batch_text(check.whole_batch))] if check and check.whole_batch else []),
         *note_lines([x for x in dict.fromkeys(run.all_notes) if x not in shown_notes]),
         Text(f"gradients {check_text(check)}", style=("green" if check.passed else "bold red") if check else ""),
-        Text(memory_text(comparison)),
+        Text(peak_memory_text(comparison)),
         Text(step_text(run, comparison)),
     )
 
 
-def memory_text(comparison: Comparison) -> str:
+def peak_memory_text(comparison: Comparison) -> str:
     """The device whose peak memory was predicted worst, in bytes."""
     rows = [x for x in comparison.rows if x.quantity == PEAK_MEMORY]
     if not rows:

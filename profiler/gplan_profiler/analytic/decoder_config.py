@@ -321,9 +321,14 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_attention_heads * (latent if self.kv_lora_rank else self._head)
 
     @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values in all: as many as of queries where the configuration has no number of them."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
     def key_width(self) -> int:
         """Of the keys, over all heads that have their own; without latent attention also of the values."""
-        return (self.num_key_value_heads or self.num_attention_heads) * self._head
+        return self.kv_heads * self._head
 
     @property
     def ties_embedding(self) -> bool:

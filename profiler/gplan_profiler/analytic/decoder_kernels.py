@@ -258,14 +258,9 @@ class LayerKernels:
         return int(ELEMENT * self.tokens * width) // (self.widths.tensor if self.trainer.divides_sequence else 1)
 
     @property
-    def _kv_heads(self) -> int:
-        """Of keys and values, over all ranks."""
-        return self.decoder.num_key_value_heads or self.decoder.num_attention_heads
-
-    @property
     def _key_bytes(self) -> int:
         """Of the keys on a rank, which has one head at least."""
-        return self._bytes(self.decoder.key_width * max(1, self.widths.tensor // self._kv_heads))
+        return self._bytes(self.decoder.key_width * max(1, self.widths.tensor // self.decoder.kv_heads))
 
     @property
     def hidden_bytes(self) -> int:
@@ -534,7 +529,7 @@ class LayerKernels:
         )
         width = model.query_width + model.key_width
         norms = [self._norm(width, keeps=self._bytes(width))] * model.has_head_norms
-        return product, *[gather] * (self.widths.tensor > self._kv_heads), *norms, rotation
+        return product, *[gather] * (self.widths.tensor > self.decoder.kv_heads), *norms, rotation
 
     def _latent_products(self) -> tuple[Kernel, ...]:
         """Multi-head latent attention: down, norm and up for queries, and for keys and values together."""
@@ -631,7 +626,7 @@ class LayerKernels:
         """Causal attention to a share of the earlier tokens; with sums over keys in float32."""
         model, split = self.decoder, self.widths.tensor
         heads = model.num_attention_heads // split
-        kv_heads = max(1, self._kv_heads // split)
+        kv_heads = max(1, self.decoder.kv_heads // split)
         query, value = self._bytes(model.query_width), self._bytes(model.value_width)
         keys = query if model.kv_lora_rank else self._key_bytes
         values = value if model.kv_lora_rank else keys

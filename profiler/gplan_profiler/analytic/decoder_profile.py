@@ -295,7 +295,7 @@ def check_divisions(decoder: Decoder, *, tensor: int, context: int, expert: int,
             f"the model has {decoder.learned_positions} learned positions, fewer than the {sequence_length} tokens of a sequence; "
             f"take --sequence-length {decoder.learned_positions}"
         )
-    kv_heads = decoder.num_key_value_heads or decoder.num_attention_heads or 1
+    kv_heads = decoder.kv_heads or 1
     for what, count, width, flag in (
         ("heads", decoder.num_attention_heads, tensor, "--tensor"),
         ("key and value heads", kv_heads if tensor % kv_heads else tensor, tensor, "--tensor"),  # fewer may be copied
