@@ -7,7 +7,7 @@ All text from files is escaped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -239,8 +239,8 @@ def headlines(subject: Subject) -> tuple[Headline, ...]:
     rate = quantity_text(samples_per_s(plan, step_s), "samples_per_s")
     if isinstance(subject, Run):
         comparison = compare(subject)
-        found = [_headline(x, comparison.row(x)) for x in (STEP_TIME, BUBBLE)]
-        found = [replace(x, detail=y) for x, y in zip(found, (rate, _BUBBLE_LEGEND), strict=True)]
+        details = {STEP_TIME: rate, BUBBLE: _BUBBLE_LEGEND}
+        found = [_headline(x, comparison.row(x), detail) for x, detail in details.items()]
         if measured_peaks(subject):
             peak = max((x for x in comparison.rows if x.quantity == PEAK_MEMORY), key=lambda x: x.measured)
             found.append(_headline(f"peak memory, device {peak.device}", peak))
@@ -298,6 +298,7 @@ def plan_facts(plan: Plan) -> list[Fact]:
     ]
 
 
-def _headline(name: str, row: ComparisonRow) -> Headline:
+def _headline(name: str, row: ComparisonRow, detail: str = "") -> Headline:
     predicted, measured = (quantity_text(x, row.unit) for x in (row.predicted, row.measured))
-    return Headline(name=name, predicted=predicted, measured=measured, error=error_text(row.error, row.unit))
+    error = error_text(row.error, row.unit)
+    return Headline(name=name, predicted=predicted, measured=measured, error=error, detail=detail)
