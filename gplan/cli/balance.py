@@ -101,7 +101,7 @@ def balance(
     known = json_files.load(Profile, profile)
     json_files.check_writable(output)
     rules = ForReceiver.of(receiver, known) if receiver is not None else None
-    schedule = schedule or (rules.default_schedule if rules is not None else "gpipe")
+    schedule = schedule or (rules.default_schedule() if rules is not None else "gpipe")
     request = PlanRequest(
         schedule=schedule if schedule == "auto" else schedule_named(schedule),
         constraints=_constraints(cut_after, keep_together, pin),

@@ -11,12 +11,12 @@ import numpy as np
 from gplan.core import Link
 from gplan.core.errors import UsageError
 from gplan.core.units import parse_network
-from gplan.interop.planning import best_for_receiver
 from gplan.interop.receivers import receiver_named
 from gplan.interop.width_choices import Choice, check_num_stages
 from gplan.interop.width_search import ChosenWidths, PlannedChoice, WidthSearch
 from gplan.partition.even_cuts import EvenCut
 from gplan.schedules.registry import default_num_microbatches
+from gplan.strategy_search.planner import plan as best_plan
 from gplan_profiler.analytic.decoder_config import ORDER, Widths, load_decoder, parse_settings
 from gplan_profiler.analytic.decoder_profile import check_widths, num_parameters
 from gplan_profiler.analytic.hardware import load_hardware
@@ -133,12 +133,7 @@ def _of_given_widths(
         recompute=dials["recompute"] or "never", num_microbatches=count,
     )  # fmt: skip
     profile = search.profile_of(widths, size)
-    own = search.own_cut(profile, widths.pipeline)
-    further: dict[str, Any] = {} if own is None else {"constraints": own}
-    plan = best_for_receiver(
-        profile, receiver=search.receiver, num_chunks=choice.num_chunks, memory_bytes=search.usable_bytes,
-        time_limit_s=time_limit_s, **search.counts_of(choice), **further,
-    )  # fmt: skip
+    plan = best_plan(profile, replace(search.request(choice), time_limit_s=time_limit_s))
     ends = np.array([x.end_layer for x in plan.stages])
     one = PlannedChoice(
         choice=choice, cut=EvenCut(ends=ends, step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes)

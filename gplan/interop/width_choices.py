@@ -61,8 +61,8 @@ class WidthSpace:
     num_devices: int
     batch_size: int
     sequence_length: int
-    order: str = ORDER
-    receiver: str = "megatron"
+    order: str = ORDER  # in which groups are placed
+    receiver: str
     fixed: dict[str, int | str | None] = field(default_factory=dict)  # dials that are given, by their names
 
     def choices(self) -> Iterator[Choice]:
