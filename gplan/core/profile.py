@@ -354,19 +354,13 @@ class Profile:
     def one_stage_s(self, index: int) -> tuple[float, float]:
         """Seconds of forward and of backward of the whole model as one stage, at the size with this index."""
         costs = self.costs_at(index)
-        forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
-        if self.has_host:
-            hosts = [x.on_host for x in costs]
-            forwards = [
-                Enqueued(y.forward.median_s, x.forward.median_s, x.forward_waits)
-                for x, y in zip(costs, hosts, strict=True)
-            ]
-            backwards = [
-                Enqueued(y.backward.median_s, x.backward.median_s, x.backward_waits)
-                for x, y in zip(costs, hosts, strict=True)
-            ]
-            forward_s, backward_s = both_done_s(forwards), both_done_s(reversed(backwards))
-        return self.overhead_s + forward_s, self.overhead_s + backward_s
+        if not self.has_host:
+            forward_s, backward_s = sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs)
+            return self.overhead_s + forward_s, self.overhead_s + backward_s
+        pairs = [(x, x.on_host) for x in costs]
+        forwards = [Enqueued(y.forward.median_s, x.forward.median_s, x.forward_waits) for x, y in pairs]
+        backwards = [Enqueued(y.backward.median_s, x.backward.median_s, x.backward_waits) for x, y in reversed(pairs)]
+        return self.overhead_s + both_done_s(forwards), self.overhead_s + both_done_s(backwards)
 
     @property
     def has_host(self) -> bool:
@@ -467,10 +461,16 @@ class Profile:
         if list(order) == list(range(num_layers)):
             return self
         positions = {layer: i for i, layer in enumerate(order)} | {num_layers: num_layers}  # L: the model's output
-        layers = [_renumbered(self.layers[i], i, positions) for i in order]
+
+        def renumbered(index: int, layer: Layer) -> Layer:
+            """The layer with its leftovers counted in the new order."""
+            costs = (x.renumbered(lambda later: positions[index + later] - positions[index]) for x in layer.costs)
+            same_as = None if layer.same_as is None else positions[layer.same_as]
+            return replace(layer, costs=tuple(costs), same_as=same_as)
+
         return replace(
             self,
-            layers=tuple(x if x.same_as is None else replace(x, same_as=positions[x.same_as]) for x in layers),
+            layers=tuple(renumbered(i, self.layers[i]) for i in order),
             shared_weights=tuple(
                 replace(x, layers=tuple(sorted(positions[i] for i in x.layers))) for x in self.shared_weights
             ),
@@ -512,12 +512,6 @@ class Profile:
                 raise ValueError(
                     f"{of} has sizes at {found} samples; expected {self.microbatch_sizes} as the layers have"
                 )
-
-
-def _renumbered(layer: Layer, index: int, positions: Mapping[int, int]) -> Layer:
-    """The layer with its leftovers counted in the new order."""
-    costs = tuple(x.renumbered(lambda num_later: positions[index + num_later] - positions[index]) for x in layer.costs)
-    return replace(layer, costs=costs)
 
 
 def group_equal(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
