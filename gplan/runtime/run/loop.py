@@ -77,11 +77,6 @@ class BatchStream:
         self.position += 1
         return batch
 
-    def skip_to(self, position: int) -> None:
-        """Drop batches until `position` of them have been taken."""
-        while self.position < position:
-            self.take()
-
     def _drawn(self) -> tuple[Any, Any]:
         size, name = self._batch_size, self._file.name
         with random_state_kept():
@@ -219,7 +214,8 @@ class _TrainingLoop:
         self._notes = (*self._notes, f"went on from {loaded.path}: steps {num_steps + 1} to {wanted} were run")
         if self._pipe.seed != self._options.seed:  # go on with the batches of the run that saved
             self._data = BatchStream(self._file, self._plan.batch_size, seed=self._pipe.seed)
-        self._data.skip_to(position)
+        while self._data.position < position:
+            self._data.take()
 
     def _warn(self, note: str) -> None:
         """Warn now, and add the note to the run."""

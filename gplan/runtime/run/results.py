@@ -77,20 +77,16 @@ def on_one_clock(ranks: Sequence[Sequence[StepRecord]], clocks: Sequence[str]) -
     The clocks of other hosts begin elsewhere and drift. All ranks leave a barrier when a step begins, so a rank with another
     clock began each step when rank 0 did, up to the time of a message.
     """
+
+    def shifted(step: StepRecord, first: StepRecord) -> StepRecord:
+        later_s = first.start_s - step.start_s
+        actions = tuple(replace(x, start_s=x.start_s + later_s, end_s=x.end_s + later_s) for x in step.actions)
+        return replace(step, actions=actions, start_s=first.start_s, end_s=step.end_s + later_s)
+
     return [
-        [
-            _shifted(x, 0.0 if clock == clocks[0] else first.start_s - x.start_s)
-            for x, first in zip(own, ranks[0], strict=True)
-        ]
+        list(own) if clock == clocks[0] else list(map(shifted, own, ranks[0]))
         for own, clock in zip(ranks, clocks, strict=True)
     ]
-
-
-def _shifted(step: StepRecord, seconds: float) -> StepRecord:
-    if not seconds:
-        return step
-    actions = (replace(x, start_s=x.start_s + seconds, end_s=x.end_s + seconds) for x in step.actions)
-    return replace(step, actions=tuple(actions), start_s=step.start_s + seconds, end_s=step.end_s + seconds)
 
 
 def virtual_run(
