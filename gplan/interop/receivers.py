@@ -368,8 +368,17 @@ def _check_names(receiver: Receiver, names: Sequence[str]) -> None:
                 f"layer {layer} is {found}; {receiver.title} takes a sequence of modules; write the model as an nn.Sequential, "
                 "profile that and plan again"
             )
-        for module in modules_of(layer) if receiver.cuts == "children" else ():
-            _check_child(child_name(module))
+        for module in map(child_name, modules_of(layer)) if receiver.cuts == "children" else ():
+            if module.isdigit():
+                raise UsageError(
+                    f"layer {module} is a child of an nn.Sequential; torchtitan takes modules away and leaves None, which a "
+                    "Sequential cannot pass over; give gplan a module whose forward can"
+                )
+            if module.count(".") > 1:
+                raise UsageError(
+                    f"{module} is too deep in the model; torchtitan splits a model at its children, such as norm, and at the "
+                    "entries of a child that is a list, such as layers.3; move the layers up to the model"
+                )
         if receiver.cuts == "names" and (match := _ENTRY.fullmatch(layer)) and match[1].split(".")[-1] != "layers":
             raise UsageError(
                 f"the blocks are {layer} and so on; {receiver.title} takes Hugging Face models whose blocks are in a list named "
@@ -384,19 +393,6 @@ def child_name(module: str) -> str:
     ('layers.3', 'tok_embeddings', 'norm')
     """
     return {"embed_tokens": "tok_embeddings"}.get(short := module.removeprefix("model."), short)
-
-
-def _check_child(module: str) -> None:
-    if module.isdigit():
-        raise UsageError(
-            f"layer {module} is a child of an nn.Sequential; torchtitan takes modules away and leaves None, which a Sequential "
-            "cannot pass over; give gplan a module whose forward can"
-        )
-    if module.count(".") > 1:
-        raise UsageError(
-            f"{module} is too deep in the model; torchtitan splits a model at its children, such as norm, and at the entries "
-            "of a child that is a list, such as layers.3; move the layers up to the model"
-        )
 
 
 def _check_blocks(decoder: DecoderLayers, profile: Profile | None, title: str) -> None:

@@ -135,15 +135,12 @@ def _layout(stages: Sequence[str]) -> str:
     >>> _layout(["ttt", "tt", "tt", "tt", ""]), _layout(["ttttt"]), _layout(["tt", "tm"])
     ('Et*3|(tt|)*3L', 'Et*5L', 'Ett|tmL')
     """
-    written = ["".join(_repeated(x, len(list(run))) for x, run in groupby(stage)) for stage in stages]
+    runs_of = [[(x, len(list(run))) for x, run in groupby(stage)] for stage in stages]
+    written = ["".join(f"{x}*{count}" if count > 2 else x * count for x, count in runs) for runs in runs_of]
     written[0] = "E" + written[0]
     runs = [(stage, len(list(run))) for stage, run in groupby(written[:-1])]
     before = "".join(f"({stage}|)*{length}" if length > 1 else f"{stage}|" for stage, length in runs)
     return f"{before}{written[-1]}L"
-
-
-def _repeated(letter: str, count: int) -> str:
-    return f"{letter}*{count}" if count > 2 else letter * count
 
 
 def _recompute(plan: Plan, decoder: DecoderLayers) -> list[tuple[str, str | int]]:
