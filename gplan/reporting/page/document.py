@@ -93,24 +93,17 @@ def page(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnalysis) 
             "<footer>Made by gplan. Predicted figures come from the cost model and the simulator.</footer>",
         )
     )
-    beginning = _BEGINNING.format(policy=_POLICY, title=title, style=_style())
-    return f"{beginning}{body}\n</main>\n<script>\n{_script()}</script>\n</body>\n</html>\n"
-
-
-def _style() -> str:
     light, dark = (
         " ".join(f"--{x.name}: {getattr(x, shade)};" for x in (*NEUTRALS, _GROUND, _LINE))
         for shade in ("light", "dark")
     )
-    sheet = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{sheet}"
-
-
-def _script() -> str:
-    """The scripts, joined in a scope of their own."""
-    folder = Path(__file__).with_name("script")
-    parts = (folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
-    return "(() => {\n" + "\n".join(('"use strict";', *parts)) + "})();\n"
+    folder = Path(__file__).parent
+    sheet = folder.joinpath("page.css").read_text(encoding="utf-8")
+    style = f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{sheet}"
+    parts = (folder.joinpath(f"script/{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
+    script = "(() => {\n" + "\n".join(('"use strict";', *parts)) + "})();\n"  # in a scope of their own
+    beginning = _BEGINNING.format(policy=_POLICY, title=title, style=style)
+    return f"{beginning}{body}\n</main>\n<script>\n{script}</script>\n</body>\n</html>\n"
 
 
 def _top(subject: Subject, analysis: PlanAnalysis) -> Iterator[str]:
