@@ -130,24 +130,15 @@ def import_plan(
     rivals = (alternative_of(best, label=f"best for {receiver_named(receiver).title}"), *free)
     bound_s = min(best.proof.lower_bound_s, plan.proof.objective_s)
     proof = replace(plan.proof, solver="the layout given", lower_bound_s=bound_s)
-    notes = (*plan.notes, comparison_text(plan, best), *_devices_texts(plan))
-    return replace(plan, rivals=rivals, proof=proof, notes=notes)
-
-
-def _devices_texts(plan: Plan) -> tuple[str, ...]:
-    """How many devices a language model's plan takes, by its widths; none for a profile without widths."""
-    widths = dict(plan.model.settings)
-    if UNDIVIDED not in widths:
-        return ()
-    tensor, replicas = int(widths["tensor"]), f"{plan.num_replicas} replicas (data x context)"
-    return (f"tensor {tensor} x pipeline {plan.num_devices} x {replicas} = {tensor * plan.num_ranks} devices",)
-
-
-def comparison_text(plan: Plan, best: Plan) -> str:
-    """The layout beside the best one, in a sentence."""
     ratio = plan.prediction.step_s / best.prediction.step_s - 1
     peak = plan.peak_bytes / best.peak_bytes - 1 if best.peak_bytes else 0.0
-    if plan.cuts == best.cuts or ratio < 1e-9:
-        return "the layout is as good as the best one"
-    sign = "+" if peak >= 0 else "-"
-    return f"the layout takes {percent_text(ratio)} longer than the best one; its largest peak is {sign}{percent_text(abs(peak))}"
+    notes = [*plan.notes, "the layout is as good as the best one"]
+    if plan.cuts != best.cuts and ratio >= 1e-9:
+        sign = "+" if peak >= 0 else "-"
+        notes[-1] = (
+            f"the layout takes {percent_text(ratio)} longer than the best one; its largest peak is {sign}{percent_text(abs(peak))}"
+        )
+    if UNDIVIDED in (widths := dict(plan.model.settings)):  # of a language model
+        tensor, each = int(widths["tensor"]), f"{plan.num_replicas} replicas (data x context)"
+        notes.append(f"tensor {tensor} x pipeline {plan.num_devices} x {each} = {tensor * plan.num_ranks} devices")
+    return replace(plan, rivals=rivals, proof=proof, notes=tuple(notes))

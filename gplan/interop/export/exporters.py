@@ -87,7 +87,13 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
         text, given = FORMATS[to](plan, profile)
         return Export(format=to, text=text, notes=tuple(given))
     check_granularity(to, plan.model, plan.granularity, plan.layer_names[0])
-    plan = _as_the_trainer_counts(plan, has_replicas=RECEIVERS[to].replicas)
+    widths = dict(plan.model.settings)
+    if (
+        UNDIVIDED in widths
+    ):  # a computed profile names the ranks with the same weights, and those of them with other data
+        has_others = RECEIVERS[to].replicas
+        replicas = plan.num_replicas * int(widths["data"]) // int(widths[UNDIVIDED]) if has_others else 1
+        plan = replace(plan, num_replicas=replicas, sharding="none")  # the trainer has its own sharding
     plan = authored_plan(plan, receiver=to, title=RECEIVERS[to].title)
     whole = None if profile is None else authored_profile(profile)
     check_plan(to, plan, whole)
@@ -102,15 +108,3 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
             "without the profile, the order of the layers, what skips layers and shared weights were not checked"
         )
     return Export(format=to, text=text, notes=tuple(notes))
-
-
-def _as_the_trainer_counts(plan: Plan, *, has_replicas: bool) -> Plan:
-    """A language model's plan with the replicas that have batches of their own, and its trainer's own sharding of state.
-
-    Its profile, computed from sizes and widths, names the ranks that hold the same weights, and those of them with other data.
-    """
-    widths = dict(plan.model.settings)
-    if UNDIVIDED not in widths:
-        return plan
-    replicas = plan.num_replicas * int(widths["data"]) // int(widths[UNDIVIDED]) if has_replicas else 1
-    return replace(plan, num_replicas=replicas, sharding="none")

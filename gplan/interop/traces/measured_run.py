@@ -26,12 +26,11 @@ from gplan.evaluate.compare import order_difference
 from gplan.interop.traces.actions import (
     RankSteps,
     StepKey,
-    missing_stages,
     ranges_of,
     rank_steps,
     shared_keys,
 )
-from gplan.interop.traces.reading import RankTrace, Times, read_trace
+from gplan.interop.traces.reading import RankTrace, Times, neighbour_of, read_trace
 from gplan.schedules.dependencies import OrderError, check_orders, dependencies_of
 from gplan.schedules.registry import every_schedule, make_schedule, schedule_info
 from gplan.simulation.simulator import exposed_in, exposed_transfers, schedule_of, simulate
@@ -103,7 +102,7 @@ def _check_stages(traces: Sequence[RankTrace], ranks: Sequence[RankSteps]) -> No
                     f"{other} and {rank.name} both have stage {stage}; expected the traces of one pipeline; of several "
                     "replicas give the traces of one"
                 )
-    beside = set().union(*(missing_stages(trace, set(holder)) for trace in traces))
+    beside = {x for trace in traces for mark in trace.marks if (x := neighbour_of(mark.name)) is not None}
     missing = sorted((set(range(max(holder))) | beside) - set(holder))
     if missing:
         raise FileError(
