@@ -95,17 +95,14 @@ class TorchEngine(Engine["_SentPass"]):
                     state.free(step.made)
                 else:
                     with record_function(f"PP:{step}") if is_named else _NOTHING:  # as torch's pipelining names them
-                        self._run_step(step, state)
+                        if isinstance(step, Send):
+                            state.send(step.made)
+                        elif isinstance(step, Receive):
+                            state.post_receive(step.made)
+                        else:
+                            self._run_action(step, state)
+                            self.recorder.heartbeat.enter_wait("neighbours")  # until its next action it can only wait
         return state.end()
-
-    def _run_step(self, step: Action | Send | Receive, state: _SentPass) -> None:
-        if isinstance(step, Send):
-            state.send(step.made)
-        elif isinstance(step, Receive):
-            state.post_receive(step.made)
-        else:
-            self._run_action(step, state)
-            self.recorder.heartbeat.enter_wait("neighbours")  # until its next action this rank can only wait for others
 
 
 class _SentPass(PassState):

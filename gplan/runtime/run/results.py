@@ -228,7 +228,15 @@ def _measured_timeline(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Tim
 
     Waits are determined in each step: an input that is late in some steps only is not late in the mean step.
     """
-    seen = [_spans_of(step) for step in steps]
+    seen = list[list[Span]]()  # of each step its actions by device and start, from the first device's start on
+    for step in steps:
+        begun_s = min(x.start_s for x in step)
+        own = [
+            Span(device=i, action=x.action, start_s=max(0.0, x.start_s - begun_s), end_s=max(0.0, x.end_s - begun_s))
+            for i, record in enumerate(step)
+            for x in record.actions
+        ]
+        seen.append(sorted(own, key=lambda span: (span.device, span.start_s)))
     spans = sorted(_means(seen), key=lambda span: (span.device, span.start_s))
     return Timeline(
         num_devices=plan.num_devices,
@@ -237,17 +245,6 @@ def _measured_timeline(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Tim
         transfers=tuple(_means([exposed_in(plan, own) for own in seen])),
         origin="measured",
     )
-
-
-def _spans_of(step: Sequence[StepRecord]) -> list[Span]:
-    """Return one step's actions by device and start; times count from the first device's start."""
-    begun_s = min(seen.start_s for seen in step)
-    spans = [
-        Span(device=device, action=x.action, start_s=max(0.0, x.start_s - begun_s), end_s=max(0.0, x.end_s - begun_s))
-        for device, seen in enumerate(step)
-        for x in seen.actions
-    ]
-    return sorted(spans, key=lambda span: (span.device, span.start_s))
 
 
 def _means(steps: Sequence[Sequence[Piece]]) -> list[Piece]:
