@@ -88,9 +88,8 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
         return Export(format=to, text=text, notes=tuple(given))
     check_granularity(to, plan.model, plan.granularity, plan.layer_names[0])
     widths = dict(plan.model.settings)
-    if (
-        UNDIVIDED in widths
-    ):  # a computed profile names the ranks with the same weights, and those of them with other data
+    # A computed profile names the ranks with the same weights, and those of them with other data.
+    if UNDIVIDED in widths:
         has_others = RECEIVERS[to].replicas
         replicas = plan.num_replicas * int(widths["data"]) // int(widths[UNDIVIDED]) if has_others else 1
         plan = replace(plan, num_replicas=replicas, sharding="none")  # the trainer has its own sharding
