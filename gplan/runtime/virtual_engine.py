@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from gplan.core import Action, ActionKind, Schedule
 from gplan.runtime.device_steps import Await, Free, Receive, Send, Step, device_steps
-from gplan.runtime.gradient_sync import add_gradients
+from gplan.runtime.gradient_sync import add_gradients, set_aside
 from gplan.runtime.pass_state import Engine, EnginePass, Gradients, PassState
 from gplan.runtime.stage_module import StageModule
 from gplan.simulation.simulator import dependency_order
@@ -68,17 +69,14 @@ class DeviceGradients:
     @contextmanager
     def apart(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Inside, `enter` changes devices; at the end gradients are summed, with those of earlier passes."""
-        before = [x.grad for x in parameters]
         self._parameters, self._by_device, self._device = parameters, {}, None
-        self._set([None] * len(parameters))
-        try:
-            yield
-        finally:
-            self._leave()
-            for place, (parameter, gradient) in enumerate(zip(parameters, before, strict=True)):
-                for own in self._by_device.values():
-                    gradient = add_gradients(gradient, own[place])
-                parameter.grad = gradient
+        with set_aside(parameters):
+            try:
+                yield
+            finally:
+                self._leave()
+                for place, parameter in enumerate(parameters):
+                    parameter.grad = reduce(add_gradients, (own[place] for own in self._by_device.values()), None)
 
     def enter(self, device: int) -> None:
         """The following backwards are this device's."""

@@ -20,6 +20,7 @@ from gplan.core import Plan, Run
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
+from gplan.runtime.gradient_sync import set_aside
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline, own_device
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
@@ -263,14 +264,14 @@ class _TrainingLoop:
 
     def _timed_step(self, inputs: Any, target: Any) -> StepRecord:
         pipe = self._pipe
-        inputs, target = pipe.agreed("step", inputs, target)
+        inputs, target, num_rows = pipe.agreed("step", inputs, target)
         if pipe.ranks is not None:
             with self._heartbeat.waiting("ranks"):
                 dist.barrier()
         num_faults, start_s = page_faults(), time.perf_counter()
-        loss = pipe.train_on(inputs, target)
+        loss = pipe.train_on(inputs, target, num_rows)
         if not math.isfinite(loss):
-            raise RunError(pipe.explain_not_finite(inputs, loss))
+            raise RunError(pipe.explain_not_finite(inputs, num_rows, loss))
         if pipe.num_steps == 1 and self._reference is not None:
             found = {
                 name: full_tensor(as_dense(x.grad)).cpu() for name, x in pipe.named_parameters() if x.grad is not None
@@ -292,15 +293,10 @@ class _TrainingLoop:
         own = self._pipe.runner.parameters_of(stages)
         ids = {id(x) for x in own}
         others = [] if len(self._devices) == 1 else [x for x in self._pipe.parameters() if id(x) not in ids]
-        kept = [x.grad for x in others]
-        for parameter in others:
-            parameter.grad = None
-        with self._tied.of_device(device), self._pipe.runner.updating(device):
+        with set_aside(others), self._tied.of_device(device), self._pipe.runner.updating(device):
             self._optimizer.step()
             self._pipe.round_master_weights(own)
             self._optimizer.zero_grad()
-        for parameter, gradient in zip(others, kept, strict=True):
-            parameter.grad = gradient
 
     def _held_bytes(self, stages: Sequence[StageModule]) -> int:
         """Return the bytes that a device's stages hold between steps."""
