@@ -117,16 +117,17 @@ class ReplicaShare:
     updated_bytes: int  # of gradients that this replica's optimizer uses
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sharable:
-    """Properties that layers and shared weights have for the replicas that may divide them."""
+    """What layers and shared weights have alike, also for the replicas that may divide them."""
 
-    __slots__ = ()
     name: str
-    weight_bytes: int
-    gradient_bytes: int
-    parameters: tuple[ParameterSize, ...]
-    share: ReplicaShare | None
-    update_s: float | None
+    num_parameters: int
+    weight_bytes: int  # parameters and buffers
+    gradient_bytes: int  # of trained parameters
+    parameters: tuple[ParameterSize, ...] = ()  # its own, of a shared weight one; none: not known
+    share: ReplicaShare | None = None  # of one of several replicas; None: all of it
+    update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     @property
     def gathered_bytes(self) -> int:
@@ -167,17 +168,10 @@ class Sharable:
 class Layer(Sharable):
     """A unit of the model as its author wrote it, or one operation. Shared weights are not included."""
 
-    name: str
     kind: str  # its class
-    num_parameters: int
-    weight_bytes: int  # parameters and buffers
-    gradient_bytes: int  # of trained parameters
     costs: tuple[LayerCost, ...]  # by rising micro-batch size
     same_as: int | None = None  # the layer of equal structure that was measured instead; None: measured itself
     largest_trained_bytes: int = 0  # of the largest trained parameter tensor
-    parameters: tuple[ParameterSize, ...] = ()  # its own; none: not known
-    share: ReplicaShare | None = None  # of one of several replicas; None: all of it
-    update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     def __post_init__(self) -> None:
         check_names("name", self.name)
@@ -190,14 +184,7 @@ class Layer(Sharable):
 class SharedWeight(Sharable):
     """A parameter used by several layers; each stage with any of them has one copy."""
 
-    name: str
     layers: tuple[int, ...]  # in order, each once
-    num_parameters: int
-    weight_bytes: int
-    gradient_bytes: int
-    parameters: tuple[ParameterSize, ...] = ()  # one; none: not known
-    share: ReplicaShare | None = None  # of one of several replicas; None: all of it
-    update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     def __post_init__(self) -> None:
         check_names("name", self.name)
