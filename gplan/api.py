@@ -6,6 +6,7 @@ torch and matplotlib are imported only by the functions that need them, so plann
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -337,20 +338,17 @@ def verify(
     from gplan.runtime.run.launch import check_not_torchrun
 
     check_not_torchrun()
-
-    def runner(contender: Plan) -> Run:
-        return run(
-            contender,
-            model=model,
-            engine=engine,
-            profile=profile,
-            num_steps=num_steps,
-            loss=loss,
-            optimizer=optimizer,
-            batches=batches,
-            timeout_s=timeout_s,
-        )
-
+    runner = partial(
+        run,
+        model=model,
+        engine=engine,
+        profile=profile,
+        num_steps=num_steps,
+        loss=loss,
+        optimizer=optimizer,
+        batches=batches,
+        timeout_s=timeout_s,
+    )
     return verify_by(
         plan,
         profile,

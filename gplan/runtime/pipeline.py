@@ -33,6 +33,7 @@ from gplan.runtime import stage_state, validation
 from gplan.runtime.agreement import Agreement
 from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel, named_tensors
+from gplan.runtime.checkpoint.collective import RankGroup
 from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica, hooked_once
 from gplan.runtime.master_weights import MasterWeights
 from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
@@ -369,13 +370,9 @@ class Pipeline(StageState):
             )
             return number, f"the output of layer {name} on stage {stage} is the first that is not{weights}"
 
-        if self.ranks is None:
-            everywhere = [search()]
-        else:
-            everywhere = [None] * dist.get_world_size()
-            dist.all_gather_object(everywhere, search())
+        group = RankGroup(group=None if self.ranks is None else dist.group.WORLD)
         _, where = min(
-            (x for x in everywhere if x is not None),
+            (x for x in group.run_on_all(search) if x is not None),
             default=(0, "the output of every layer is; see the loss function and the targets"),
         )
         return f"the loss is {float(loss):g} in step {step + 1}, not finite: {where}; lower the learning rate or look at the data"

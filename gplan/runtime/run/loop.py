@@ -20,6 +20,7 @@ from gplan.core import Plan, Run
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
+from gplan.runtime.checkpoint.collective import RankGroup
 from gplan.runtime.gradient_sync import set_aside
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline, own_device
@@ -231,9 +232,8 @@ class _TrainingLoop:
             run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, options=options, loads=[load])
             errors = self._errors
         else:
-            gathered: list[Any] = [None] * dist.get_world_size()
             own = clock_id(), steps, self._peak_bytes[0], self._reserved_bytes, self._errors, load, usable_cores()
-            dist.all_gather_object(gathered, own)
+            gathered = RankGroup(group=dist.group.WORLD).run_on_all(lambda: own)
             clocks, found, peaks, reserved, of_ranks, loads, cores = zip(*gathered, strict=True)
             ranks = on_one_clock(found, clocks)
             errors = {name: error for own_errors in of_ranks for name, error in own_errors.items()}
