@@ -79,7 +79,7 @@ def balance(
     profile: Path, schedule: str | None, machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...],
     pin: tuple[str, ...], receiver: str | None, output: Path, as_json: bool, **dials: Any,
 ) -> None:  # fmt: skip
-    """Find the best partition of a model's layers over K devices, and prove it. Options set to auto are searched together.
+    """Find and prove the best partition of a model's layers over K devices; options set to auto are searched.
 
     \b
     Examples:
