@@ -80,7 +80,7 @@ def changed_state_refused(loss: Callable[..., Any] | None, model: nn.Module) -> 
 def readings_of_changes(model: nn.Module) -> Iterator[dict[str, str]]:
     """Inside, the model's forward runs once; then the dict has the state that it changed and reads: path to line."""
     found: dict[str, str] = {}
-    before = read_state(_code_of(model), model)
+    before = state_of(model)
     yield found
     roots = _code_of(model)
     functions: _Functions | None = None
@@ -92,22 +92,14 @@ def readings_of_changes(model: nn.Module) -> Iterator[dict[str, str]]:
                 found[path] = line
 
 
-def check_settled(model: nn.Module, call: Callable[[bool], object], readings: Mapping[str, str]) -> None:
-    """Raise StateError if the model's forward changes one of some states at every call.
+def state_of(model: nn.Module) -> State:
+    """What the code of a model can read now."""
+    return read_state(_code_of(model), model)
 
-    `call` calls the model, with the same inputs or, given True, with others.
-    """
-    if not readings:
-        return
-    states = []
-    for is_other in (False, True, False, False):
-        try:
-            call(is_other)
-        except Exception:  # of inputs that are not valid, or where an iterator ends
-            continue
-        finally:
-            states.append(read_state(_code_of(model), model))
-    for path, _ in _changed(*states[-2:]):
+
+def check_settled(model: nn.Module, before: State, after: State, readings: Mapping[str, str]) -> None:
+    """Raise StateError if one of some states differs before and after a call with inputs that the model had just before."""
+    for path, _ in _changed(before, after):
         if path in readings:
             raise StateError(
                 f"the forward of {type(model).__name__} changes {path} at every call and reads it ({readings[path]}); layers are "
