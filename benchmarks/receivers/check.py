@@ -30,7 +30,8 @@ from gplan.interop.export.exporters import export
 from gplan.interop.export.megatron import layout_of
 from gplan.interop.layouts import read_layout
 from gplan.interop.planning import best_for_receiver
-from gplan.interop.receivers import RECEIVERS, decoder_of
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import decoder_of
 from gplan_profiler.analytic.decoder_config import Widths
 from gplan_profiler.analytic.decoder_profile import decoder_profile
 from gplan_profiler.analytic.hardware import load_hardware

@@ -9,8 +9,9 @@ from functools import cache
 from itertools import pairwise
 
 import gplan
-from gplan.core import Plan, Stage
-from gplan.interop.receivers import RECEIVERS, indivisible, settings_problem
+from gplan.core import RECOMPUTE_MODES, Plan, Stage
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import indivisible, settings_problem
 from gplan.schedules.registry import make_schedule, num_stages_of
 from gplan.schedules.request import PipelineSetting
 from gplan_profiler.analytic.decoder_config import Widths
@@ -53,7 +54,7 @@ def _random_plan(receiver: str, random_source: random.Random) -> Plan | None:
         schedule=schedule,
         num_devices=num_devices,
         num_microbatches=draw.choice([num_devices, 2 * num_devices, draw.randint(1, 3 * num_devices)]),
-        recompute=draw.choice([*rules.recompute]),
+        recompute=draw.choice([*(rules.recompute or RECOMPUTE_MODES)]),
     )
     has_prediction = rules.cuts == "decoder" and draw.random() < 0.3
     is_hugging_face = receiver == "automodel" or (receiver == "torchtitan" and draw.random() < 0.5)

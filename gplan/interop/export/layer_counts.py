@@ -23,7 +23,8 @@ from collections.abc import Callable
 
 from gplan.core import Plan, Profile
 from gplan.interop.export.requirements import Export, computed_widths, skipping_values, split_weights, stage_comments
-from gplan.interop.receivers import RECEIVERS, check_plan, decoder_of
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import check_plan, decoder_of
 
 _AS_WRITTEN = (
     "the model's layers as its author wrote them, in the plan's order, each with the operations that follow it"
