@@ -91,6 +91,15 @@ def backward(
         leaves = inputs
 
 
+def run_passes(bench: Bench, run: Callable[[int, str, Callable[[], Any]], Any]) -> None:
+    """All layers forward, the loss, all layers backward, each by `run(place, direction, work)`; the loss has place L."""
+    passed, leaves = bench.forward(lambda place, x: run(place, "forward", partial(bench.layers[place], *x)))
+    loss: Tensor = run(len(bench.layers), "forward", partial(bench.loss, leaves))
+    if loss.requires_grad:
+        run(len(bench.layers), "backward", loss.backward)
+        backward(passed, leaves, lambda place, *roots: run(place, "backward", partial(torch.autograd.backward, *roots)))
+
+
 class Composed(nn.Module):
     """Stages one after the other, as one module."""
 
@@ -229,31 +238,23 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
     """
     not_finite = NotFinite()
 
-    def run(place: int, leaves: Tensors) -> Tensors:
-        name, layer = f"layer {bench.names[place]}", bench.layers[place]
-        versions = {x: (x._version, x.data_ptr()) for x in layer.parameters()}
-        outputs: Tensors = run_naming_errors(name, "forward", partial(layer, *leaves))
-        changed = [key for key, x in layer.named_parameters() if versions[x] != (x._version, x.data_ptr())]
-        if changed:
+    def run(place: int, direction: str, work: Callable[[], Any]) -> Any:
+        is_loss = place == len(bench.names)
+        name = "the loss" if is_loss else f"layer {bench.names[place]}"
+        if direction == "backward":
+            return run_naming_errors(name, direction, work)
+        parameters = {} if is_loss else dict(bench.layers[place].named_parameters())
+        versions = {key: (x._version, x.data_ptr()) for key, x in parameters.items()}
+        made = run_naming_errors(name, direction, work)
+        if changed := [key for key, x in parameters.items() if versions[key] != (x._version, x.data_ptr())]:
             raise ModelError(
                 f"{name} changes its own parameter {changed[0]} in its forward pass; expected parameters to change in the "
                 "optimizer's step only: make it a buffer (register_buffer), or update it outside forward"
             )
-        not_finite.after(place, ((x, x.requires_grad) for x in outputs))
-        return outputs
+        not_finite.after(place, [(made, True)] if is_loss else [(x, x.requires_grad) for x in made])
+        return made
 
-    passed, leaves = bench.forward(run)
-    loss = run_naming_errors("the loss", "forward", partial(bench.loss, leaves))
-    not_finite.after(len(bench.names), [(loss, True)])
-    if loss.requires_grad:
-        run_naming_errors("the loss", "backward", loss.backward)
-        backward(
-            passed,
-            leaves,
-            lambda place, *roots: run_naming_errors(
-                f"layer {bench.names[place]}", "backward", partial(torch.autograd.backward, *roots)
-            ),
-        )
+    run_passes(bench, run)
     if not_finite.first is None:
         return ()
     name = [*bench.names, "(loss)"][not_finite.first]
@@ -264,22 +265,13 @@ def waiting_passes(bench: Bench, clock: Clock) -> set[str]:
     """The passes in which the host waits for the device, such as "0/forward", by the key of the layer."""
     found = set[str]()
 
-    def run(name: str, work: Callable[[], Result]) -> Result:
+    def run(place: int, direction: str, work: Callable[[], Any]) -> Any:
         result, waits = clock.waited(work)
-        if waits:
-            found.add(name)
+        if waits and place < len(bench.keys):
+            found.add(f"{bench.keys[place]}/{direction}")
         return result
 
-    keys = bench.keys
-    passed, leaves = bench.forward(lambda place, x: run(f"{keys[place]}/forward", partial(bench.layers[place], *x)))
-    loss = bench.loss(leaves)
-    if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
-        backward(
-            passed,
-            leaves,
-            lambda place, *roots: run(f"{keys[place]}/backward", partial(torch.autograd.backward, *roots)),
-        )
+    run_passes(bench, run)
     return found
 
 
