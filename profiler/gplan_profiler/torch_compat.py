@@ -225,9 +225,10 @@ def replace_clipping(total_norm: Callable[..., Tensor], clip: Callable[..., None
 # --- tracing and autograd
 
 
-def proxy_mode() -> Any:
-    """The mode that traces in the running torch.export; None outside."""
-    return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+def running_tracer() -> Any:
+    """The tracer of the running torch.export; None outside."""
+    mode = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+    return None if mode is None else mode.tracer
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def test_checkpoint_is_replaced(use_reentrant: bool) -> None:
 
 
 def test_trace_states() -> None:
-    assert torch_compat.proxy_mode() is None and not torch_compat.is_transforming()
+    assert torch_compat.running_tracer() is None and not torch_compat.is_transforming()
     inside = list[bool]()
     torch.vmap(lambda x: (inside.append(torch_compat.is_transforming() and torch_compat.is_wrapped(x)), x)[1])(
         torch.ones(2)

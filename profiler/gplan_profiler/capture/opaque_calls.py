@@ -39,8 +39,8 @@ from gplan_profiler.torch_compat import (
     is_wrapped,
     module_call,
     module_calls_replaced,
-    proxy_mode,
     pytree,
+    running_tracer,
     untraced,
 )
 
@@ -82,7 +82,7 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         plain = own.__get__(None, function)
-        tracer = _tracer()
+        tracer = running_tracer()
         if tracer is None or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         arguments, tensors = Form.of_leaves(*pytree.tree_flatten((args, kwargs)))
@@ -128,12 +128,6 @@ def calls_in(module: GraphModule, operator: OpOverload) -> Iterator[Node]:
         yield from calls
         if calls and body is not module:  # only the graph of the module itself is used
             body.recompile()
-
-
-def _tracer() -> Any:
-    """The tracer of the running export; None outside."""
-    mode = proxy_mode()
-    return None if mode is None else mode.tracer
 
 
 def _add_to_graph(
@@ -289,7 +283,7 @@ def opaque_modules(
     plain: Callable[..., Any] = module_call()
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        path, tracer = paths.get(id(module.__dict__)), _tracer()
+        path, tracer = paths.get(id(module.__dict__)), running_tracer()
         if path is None or tracer is None:
             return plain(module, *args, **kwargs)
         record = next(calls[path])

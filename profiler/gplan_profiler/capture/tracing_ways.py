@@ -286,7 +286,7 @@ def check_calls(model: nn.Module, inputs: object, readings: Mapping[str, str], *
                 states.append(state_of(model))
         kept = sorted({x.name for x in assigned_since(before)})
     if readings:
-        check_settled(model, *states[-2:], readings)
+        check_settled(model, states[-2], states[-1], readings)
     pairs = [zip_longest(outputs[0], x) for x in outputs[1:]] if is_compared else []
     if any(x is None or y is None or not x.equals(y, least=0.0, epsilon=0.0) for both in pairs for x, y in both):
         names = f" (its forward sets {some_names(kept)})" if kept else ""
