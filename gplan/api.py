@@ -402,11 +402,11 @@ def _computed(
 ) -> Profile:
     """The profile for hardware that is not here."""
     from gplan_profiler.analytic.computed_profile import ComputeOptions, computed_profile
-    from gplan_profiler.analytic.hardware import hardware_names, load_hardware
+    from gplan_profiler.analytic.hardware import hardware_table, load_hardware
 
     if hardware is None:
         raise UsageError(
-            f"device 'meta' computes for hardware that is not here; name it: {', '.join(hardware_names())} or a TOML or JSON file "
+            f"device 'meta' computes for hardware that is not here; name it: {', '.join(hardware_table())} or a TOML or JSON file "
             "(--hardware h100)"
         )
     options = ComputeOptions(

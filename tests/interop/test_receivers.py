@@ -22,9 +22,7 @@ from gplan.interop.receiver_table import RECEIVERS
 from gplan.interop.receivers import constraints_for, setting_of, settings_problem
 from gplan.schedules.registry import SCHEDULES
 from gplan.schedules.request import PipelineSetting
-from gplan_profiler.analytic.decoder_config import Widths
-from gplan_profiler.analytic.decoder_profile import decoder_profile
-from gplan_profiler.analytic.hardware import load_hardware
+from tests.decoders import decoder_profile
 from tests.interop.planned import planned, profiled, shared, transformer, value
 from tests.made import make_profile
 from tests.searching import search
@@ -306,7 +304,7 @@ def test_a_layout_of_several_stages_a_device_is_interleaved() -> None:
 
 
 def test_a_layout_that_does_not_fit_the_memory_is_refused() -> None:
-    profile = decoder_profile("llama3-8b", load_hardware("h100"), widths=Widths())
+    profile = decoder_profile("llama3-8b")
     layout = "E" + "t" * 20 + "|" + "t" * 4 + "|" + "t" * 4 + "|" + "t" * 4 + "L"
     with pytest.raises(NoPlanError):
         import_plan(layout, profile, receiver="megatron", num_microbatches=8)
@@ -386,7 +384,7 @@ def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.Captu
     ],
 )
 def test_layouts_of_configurations_name_real_modules(receiver: str, first: str, last: str) -> None:
-    profile = decoder_profile("llama3-8b", load_hardware("h200"), widths=Widths())
+    profile = decoder_profile("llama3-8b", hardware="h200")
     plan = best_for_receiver(profile, receiver=receiver, num_devices=4, num_microbatches=8, memory_bytes=10**12)
     text = export(plan, to=receiver, profile=profile).text
     assert first in text and last in text

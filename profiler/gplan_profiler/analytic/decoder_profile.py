@@ -11,12 +11,9 @@ the widths, by `collectives`; other trainers differ as `trainers` says. Left out
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import prod
-from types import MappingProxyType
-from typing import Any
 
 from gplan.core import Layer, LayerCost, ModelId, Precision, Profile, SharedWeight, StepCost, Timing
 from gplan.core.errors import UsageError
@@ -24,7 +21,7 @@ from gplan.core.layer_cost import Leftover
 from gplan.core.profile import ParameterSize
 from gplan.core.units import now_text
 from gplan_profiler.analytic.collectives import pipeline_link
-from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths, load_decoder
+from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths
 from gplan_profiler.analytic.decoder_kernels import (
     DTYPE,
     ELEMENT,
@@ -266,28 +263,6 @@ def num_parameters(decoder: Decoder) -> tuple[int, int]:
     return total, total - experts + taken
 
 
-def decoder_profile(
-    name: str,
-    hardware: Hardware,
-    *,
-    widths: Widths,
-    microbatch_sizes: tuple[int, ...] = (1,),
-    settings: Mapping[str, Any] = MappingProxyType({}),
-) -> Profile:
-    """The computed profile of a configuration; raises UsageError or FileError for one that is not known."""
-    found = DecoderProfile(name=name, decoder=load_decoder(name, settings), widths=widths, hardware=hardware)
-    if min(microbatch_sizes) < 1:
-        raise UsageError(f"a micro-batch has {min(microbatch_sizes)} samples; expected at least 1")
-    check_widths(found.decoder, widths)
-    return found.profile(microbatch_sizes)
-
-
-def check_widths(decoder: Decoder, widths: Widths) -> None:
-    """Raise UsageError for widths that do not divide a model."""
-    sizes = {"tensor": widths.tensor, "context": widths.context, "expert": widths.expert}
-    check_divisions(decoder, **sizes, sequence_length=widths.sequence_length)
-
-
 def check_divisions(decoder: Decoder, *, tensor: int, context: int, expert: int, sequence_length: int) -> None:
     """Raise UsageError for what so many ranks cannot divide, with the nearest numbers that can."""
     if 0 < decoder.learned_positions < sequence_length:
@@ -304,7 +279,12 @@ def check_divisions(decoder: Decoder, *, tensor: int, context: int, expert: int,
         *token_divisions(sequence_length, tensor=tensor, context=context),
     ):
         if count % width:
-            raise UsageError(_indivisible_text(what, count, width, flag))
+            below = max(x for x in range(1, min(width, count) + 1) if count % x == 0)
+            above = next((x for x in range(width, count + 1) if count % x == 0), below)
+            near = f"{below}" if above == below else f"{below} or {above}"
+            raise UsageError(
+                f"{count} {what} cannot be divided over {width} ranks; the nearest divisors are {near} ({flag})"
+            )
 
 
 def token_divisions(sequence_length: int, *, tensor: int, context: int) -> tuple[tuple[str, int, int, str], ...]:
@@ -315,11 +295,3 @@ def token_divisions(sequence_length: int, *, tensor: int, context: int) -> tuple
         ("tokens of a sequence", sequence_length, 2 * context, "twice --context"),
         (f"tokens on each of {context} context ranks", sequence_length // context, tensor, "--tensor"),
     )
-
-
-def _indivisible_text(what: str, count: int, width: int, flag: str) -> str:
-    """Why so many ranks cannot divide something, with the nearest numbers that can."""
-    below = max(x for x in range(1, min(width, count) + 1) if count % x == 0)
-    above = next((x for x in range(width, count + 1) if count % x == 0), below)
-    near = f"{below}" if above == below else f"{below} or {above}"
-    return f"{count} {what} cannot be divided over {width} ranks; the nearest divisors are {near} ({flag})"

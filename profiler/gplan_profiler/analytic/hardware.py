@@ -168,11 +168,6 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collectives: dict[ExchangeKind, CollectiveRate] = {}
 
 
-def hardware_names() -> tuple[str, ...]:
-    """The names of the devices in the built-in table."""
-    return tuple(hardware_table())
-
-
 def load_hardware(name_or_path: str) -> Hardware:
     """A device of the built-in table by its name, or of a TOML or JSON file with the same keys.
 
