@@ -49,7 +49,7 @@ from gplan_profiler.capture.python_state import (
 from gplan_profiler.capture.trace import Trace, UntraceableError, Way, trace
 from gplan_profiler.capture.value_forms import DATA_DEPENDENT
 from gplan_profiler.memory.allocations import tensors_in
-from gplan_profiler.model.error_location import describe, root_cause
+from gplan_profiler.model.error_location import describe, objects_running, root_cause
 from gplan_profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
 from gplan_profiler.model.random_draws import DrawsByShape, host_random_state, line_of_first_draw
 from gplan_profiler.torch_compat import pytree
@@ -186,14 +186,9 @@ def _with_modules_called(
 def _class_at_fault(model: nn.Module, error: BaseException, paths: Container[str]) -> type | None:
     """The class of the innermost module on the stack of an error; None for the model, torch's own and other paths."""
     owners = {id(x.__dict__): x for path, x in model.named_modules() if path in paths}
-    frame, found = root_cause(error).__traceback__, None
-    while frame is not None:
-        module = frame.tb_frame.f_locals.get("self")
-        inner = owners.get(id(module.__dict__)) if isinstance(module, nn.Module) else None
-        if inner is not None and not type(inner).__module__.startswith("torch."):
-            found = inner
-        frame = frame.tb_next
-    return None if found is None or found is model else type(found)
+    running = [owners.get(id(x.__dict__)) for x in objects_running(root_cause(error)) if isinstance(x, nn.Module)]
+    found = [x for x in running if x is not None and not type(x).__module__.startswith("torch.")]
+    return type(found[-1]) if found and found[-1] is not model else None
 
 
 class _PlainModel:

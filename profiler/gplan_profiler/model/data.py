@@ -16,7 +16,7 @@ from gplan.core.errors import ModelError, UsageError
 from gplan_profiler.capture.chain import flat_tensors, modules_that_train
 from gplan_profiler.capture.python_state import changed_state_refused
 from gplan_profiler.memory.allocations import tensors_in
-from gplan_profiler.model.error_location import describe, own_gradients_text
+from gplan_profiler.model.error_location import describe, objects_running, own_gradients_text
 from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.random_draws import is_random, line_of_first_draw
 from gplan_profiler.torch_compat import TorchDispatchMode, pytree
@@ -278,13 +278,8 @@ def draws_random_numbers(file: ModelFile, inputs: Any) -> str:
 def failing_module(model: nn.Module, error: BaseException) -> str:
     """The innermost module of the model in which an error was raised, or the model's class."""
     names = _names(model)
-    found, frame = type(model).__name__, error.__traceback__
-    while frame is not None:
-        module = frame.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and module in names:
-            found = names[module]
-        frame = frame.tb_next
-    return found
+    inside = [names[x] for x in objects_running(error) if isinstance(x, nn.Module) and x in names]
+    return inside[-1] if inside else type(model).__name__
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:

@@ -84,15 +84,15 @@ class GivenModel:
             except ModelError:
                 lazy = None
             if lazy is not None and lazy.is_lazy:
-                memory = headroom(lazy, batch_size=batch_size, device=device, num_copies=num_copies)
+                needed, available = headroom(lazy, batch_size=batch_size, device=device, num_copies=num_copies)
         if lazy is None or not lazy.is_lazy:
             return in_precision(opened.load(seed=self.seed), self.precision)
-        if memory.suffices:
+        if needed <= available:
             with suppress(ModelTooLargeError):
                 real = in_precision(opened.load(seed=self.seed), self.precision)
                 return replace(real, notes=(*real.notes, _BUILDS_LAZILY)) if real.is_lazy else real
         note = (
-            f"measured layer by layer, without the model as a whole: that would take {bytes_text(memory.needed_bytes)}, and "
-            f"{bytes_text(memory.available_bytes)} are free"
+            f"measured layer by layer, without the model as a whole: that would take {bytes_text(needed)}, and "
+            f"{bytes_text(available)} are free"
         )
         return replace(lazy, notes=(*lazy.notes, note))

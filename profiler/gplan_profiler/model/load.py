@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from gplan.core import LossReduction, ModelId, Precision
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
-from gplan_profiler.capture.chain import Chain, autocast, call_arguments, modules_that_train
+from gplan_profiler.capture.chain import Chain, autocast, call_arguments, model_state_restored
 from gplan_profiler.capture.sequence import as_sequential
 from gplan_profiler.model.compiled import compiled_once, uncompiled, unwrapped
 from gplan_profiler.model.error_location import describe, is_out_of_memory, own_gradients_text
@@ -387,16 +387,12 @@ def _with_own_loss(file: ModelFile) -> ModelFile:
 
 def _output_without_training(file: ModelFile, inputs: Any) -> Any:
     """The model's output in evaluation mode; of a model without weights, fake tensors."""
-    training, mode = modules_that_train(file.model), fake_mode_of(file.model)
+    mode = fake_mode_of(file.model)
     if mode is not None:
         inputs = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
-    file.model.eval()
-    try:
-        with torch.no_grad(), mode or nullcontext():
-            return file.forward(inputs)
-    finally:
-        for module, trains in training.items():
-            module.training = trains
+    with model_state_restored(file.model), torch.no_grad(), mode or nullcontext():
+        file.model.eval()
+        return file.forward(inputs)
 
 
 def loss_of_output(output: Any, _target: object = None) -> Tensor:
