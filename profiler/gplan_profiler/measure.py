@@ -67,16 +67,13 @@ class ProfileOptions:
         check_microbatch_sizes(self.microbatch_sizes)
         cores = len(usable_cores())
         if not 1 <= self.num_threads <= cores:
-            most = "1 is possible" if cores == 1 else f"1 to {cores} are possible"
+            possible = "1 is possible" if cores == 1 else f"1 to {cores} are possible"
             raise UsageError(
-                f"{self.num_threads} threads were requested; this process may use {counted(cores, 'core')}: {most}"
+                f"{self.num_threads} threads were requested; this process may use {counted(cores, 'core')}: {possible}"
             )
         if not self.budget_s > 0:
             raise UsageError(f"the time to sample is {self.budget_s:g} s; expected more than 0")
         _check_device(self.device)
-        self._check_contention()
-
-    def _check_contention(self) -> None:
         if self.contention and self.device_kind != "cpu":
             raise UsageError(
                 f"--contention {self.contention} with --device {self.device}: contention is measured on CPU cores "

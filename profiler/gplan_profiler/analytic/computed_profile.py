@@ -34,7 +34,7 @@ from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.data import check_microbatch_sizes, sample_batch
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.load import ModelFile
-from gplan_profiler.model.materialise import attributes_key, with_attributes
+from gplan_profiler.model.materialise import alike, with_attributes
 from gplan_profiler.model.precision import MASTER_DTYPE, master_bytes, round_into
 from gplan_profiler.timing.bench import bench_of_chain, capture_of_file, layers_to_measure
 from gplan_profiler.torch_compat import FakeTensorMode
@@ -169,10 +169,7 @@ def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:
     if not file.has("optimizer") or not trained:
         return StepCost.none(origin="computed")
     as_list = hardware.kind == "cuda"
-    alike: dict[object, list[nn.Parameter]] = {}
-    for x in trained:
-        alike.setdefault((x.shape, x.dtype, gradient_bytes(x), attributes_key(x)), []).append(x)
-    steps = [(len(some), _step(file, some[0], as_list=as_list)) for some in alike.values()]
+    steps = [(len(some), _step(file, some[0], as_list=as_list)) for some in alike(trained)]
     largest = max((step for _, step in steps), key=lambda step: step.gradient_bytes)
     masters = master_bytes(trained, file.precision)
     return StepCost(
