@@ -143,7 +143,12 @@ class DecoderProfile:
                 self.widths,
                 hidden=self.reduction_hidden,
                 sums_whole=self.trainer.sums_whole,
-                **self._messages(parts),
+                # where each tensor has a collective of its own: a block has six, two of them small
+                **(
+                    {"tensor_bytes": self.trainer.gradient_bytes * parts[1].parameters / 6}
+                    if self.trainer.exchanges_tensors
+                    else {}
+                ),
             ),
             overhead_s=0.0,
             whole_model=(),
@@ -156,14 +161,6 @@ class DecoderProfile:
             ),
             plan_notes=(expected_error(self.trainer.name, self.hardware.name),),
             precision=Precision.named("mixed"),
-        )
-
-    def _messages(self, parts: tuple[Part, ...]) -> dict[str, float]:
-        """The bytes of a collective between replicas where each tensor has its own: a block has six, two of them small."""
-        return (
-            {"tensor_bytes": self.trainer.gradient_bytes * parts[1].parameters / 6}
-            if self.trainer.exchanges_tensors
-            else {}
         )
 
     def _tied(self, last: int) -> tuple[SharedWeight, ...]:

@@ -105,24 +105,20 @@ def _differs(value: object, before: object, entries: object) -> bool:
 
 def attributes_read(model: nn.Module) -> Attributes:
     """Those of `attributes_of` that the code of some module's class names outside its constructor."""
-    named = {kind: _names_read(kind) for kind in {type(x) for x in model.modules()}}
-    everywhere = frozenset[str]().union(*named.values())
+    everywhere = {
+        name
+        for kind in {type(x) for x in model.modules()}
+        for base in kind.__mro__
+        if base not in (nn.Module, object)
+        for method, x in vars(base).items()
+        if method not in NOT_OF_A_FORWARD and isinstance(code := getattr(x, "__code__", None), CodeType)
+        for name in names_in(code)
+    }
     found = (
         (path, module, {name: x for name, x in kept.items() if name in everywhere and name not in OF_EVERY_MODULE})
         for path, module, kept in attributes_of(model)
     )
     return [x for x in found if x[2]]
-
-
-def _names_read(kind: type) -> frozenset[str]:
-    """The names in the code of a class's methods, but those that build or describe an object."""
-    own = (x for base in kind.__mro__ if base not in (nn.Module, object) for x in vars(base).items())
-    return frozenset(
-        name
-        for method, x in own
-        if method not in NOT_OF_A_FORWARD and isinstance(code := getattr(x, "__code__", None), CodeType)
-        for name in names_in(code)
-    )
 
 
 @contextmanager

@@ -168,11 +168,13 @@ def _with_modules_called(
 ) -> Iterator[_Attempt]:
     """Attempts in which one more class of modules is called as it is, as long as one on these paths is at fault."""
     classes, (args, kwargs) = list[type](), call_arguments(inputs)
+    owners = {id(x.__dict__): x for path, x in model.named_modules() if path in paths}
     while error is not None:
-        at_fault = _class_at_fault(model, error, paths)
-        if at_fault is None or at_fault in classes:
+        running = [owners.get(id(x.__dict__)) for x in objects_running(root_cause(error)) if isinstance(x, nn.Module)]
+        found = [x for x in running if x is not None and not type(x).__module__.startswith("torch.")]
+        if not found or found[-1] is model or type(found[-1]) in classes:  # the innermost is at fault
             return
-        classes.append(at_fault)
+        classes.append(type(found[-1]))
         try:
             with model_state_restored(model), attributes_restored(model):
                 recorded = recorded_calls(model, lambda: model(*args, **kwargs), classes)
@@ -181,14 +183,6 @@ def _with_modules_called(
         attempt = _Attempt(Way(recorded=recorded, follows_batch=follows_batch))
         yield attempt
         error = attempt.error
-
-
-def _class_at_fault(model: nn.Module, error: BaseException, paths: Container[str]) -> type | None:
-    """The class of the innermost module on the stack of an error; None for the model, torch's own and other paths."""
-    owners = {id(x.__dict__): x for path, x in model.named_modules() if path in paths}
-    running = [owners.get(id(x.__dict__)) for x in objects_running(root_cause(error)) if isinstance(x, nn.Module)]
-    found = [x for x in running if x is not None and not type(x).__module__.startswith("torch.")]
-    return type(found[-1]) if found and found[-1] is not model else None
 
 
 class _PlainModel:

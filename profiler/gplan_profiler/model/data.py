@@ -241,7 +241,9 @@ def call_model(file: ModelFile, inputs: Any) -> Any:
         shapes = ", ".join(
             f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in flat_tensors(inputs, what="inputs")
         )
-        where = failing_module(file.model, error)
+        names = _names(file.model)  # the innermost module that was running, or the model
+        inside = [names[x] for x in objects_running(error) if isinstance(x, nn.Module) and x in names]
+        where = inside[-1] if inside else type(file.model).__name__
         raise ModelError(
             f"the model fails on its inputs, {shapes}; in {where}: {own_gradients_text(error) or describe(error)}"
         ) from error
@@ -273,13 +275,6 @@ def draws_random_numbers(file: ModelFile, inputs: Any) -> str:
         return f"{where} keeps values from call to call or draws random numbers by a generator of its own"
     line = None if where == "the loss" else line_of_first_draw(run)
     return f"{where} draws random numbers" + (f" ({line})" if line else "")
-
-
-def failing_module(model: nn.Module, error: BaseException) -> str:
-    """The innermost module of the model in which an error was raised, or the model's class."""
-    names = _names(model)
-    inside = [names[x] for x in objects_running(error) if isinstance(x, nn.Module) and x in names]
-    return inside[-1] if inside else type(model).__name__
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:
