@@ -87,9 +87,8 @@ class DecoderProfile:
             more = (self.trainer.gradient_bytes + _STATE) * part.experts
         else:
             more = max(0, _STATE * part.experts // expert_ranks - _STATE * part.experts // ranks)
-        held = ELEMENT * (
-            1 + self.trainer.holds_gradients * (1 + (ranks > 1))
-        )  # with replicas in buckets too, which DDP sums
+        # Gradients, with replicas in buckets too, which DDP sums.
+        held = ELEMENT * (1 + self.trainer.holds_gradients * (1 + (ranks > 1)))
         return held * (part.parameters + part.experts) + more
 
     def profile(self, microbatch_sizes: tuple[int, ...]) -> Profile:

@@ -40,9 +40,8 @@ _LEAST_FLOPS_PER_S = 1e9  # lower numbers are probably in another unit
 _LEAST_LINK = 1e6
 _MOST_SHARE = 2.0  # a causal attention that counts the whole square may reach twice the peak
 _LEAST = {"bytes_per_s": 1e8, "memory_bytes": 1e6}
-_NO_NAME = re.compile(
-    r"nvidia|amd|geforce|tesla|instinct|google|sxm\d?|hbm\d?e?|oam|gpu|"
-)  # words beside a device's name
+# words beside a device's name
+_NO_NAME = re.compile(r"nvidia|amd|geforce|tesla|instinct|google|sxm\d?|hbm\d?e?|oam|gpu|")
 _TABLE: dict[str, Any] = msgspec.toml.decode(
     resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
 )

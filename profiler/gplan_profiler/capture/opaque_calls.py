@@ -90,9 +90,7 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
             takes_context = function.setup_context is torch.autograd.Function.setup_context
             can_be_traced = not takes_context and not any(x.requires_grad for x in tensors)
             return (function.forward if can_be_traced else plain)(*args, **kwargs)
-        if (
-            function is CheckpointFunction
-        ):  # its first two arguments are the function and whether it keeps random numbers
+        if function is CheckpointFunction:  # its first arguments: the function, and whether it keeps random numbers
             with torch.set_grad_enabled(any(isinstance(x, Tensor) and x.requires_grad for x in args)):
                 return args[0](*args[2:])
         before = [x._version for x in tensors]

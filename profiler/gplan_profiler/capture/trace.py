@@ -330,9 +330,8 @@ def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return ModelError(f"{type(model).__name__} cannot be captured: {OWN_GRADIENTS}")
     reason = first_line(error) or type(error).__name__
     text = str(error).lower()
-    if type(error) in _PLAIN and not any(
-        word in text for word in _OF_TRACING
-    ):  # fails on these inputs without export too
+    is_of_tracing = any(word in text for word in _OF_TRACING)
+    if type(error) in _PLAIN and not is_of_tracing:  # fails on these inputs without export too
         return UntraceableError(f"{type(model).__name__} fails: {where or 'in the model'}: {reason}")
     return UntraceableError(
         f"{type(model).__name__} cannot be captured by torch.export: {where or 'in the model'}: {reason}. "

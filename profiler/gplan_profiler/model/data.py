@@ -119,7 +119,8 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
                     "assumed to be a mean"
                 )
                 return LossFacts(reduction="mean", notes=(note,))
-            found = found or _reduction(whole, parts, batch_size, tolerance=loss_tolerance(loss))
+            fitting = fitting_reductions(whole, parts, batch_size, tolerance=loss_tolerance(loss))
+            found = found or next(iter(fitting), None)
             if found is None:
                 raise _not_reducible(file, inputs, target, whole, parts)
             if file.loss_reduction is None:
@@ -166,7 +167,8 @@ def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_s
     with torch.no_grad():
         loss = file.loss(output, target)
         parts = [float(file.loss(x, y)) for x, y in _two_parts(output, target, batch_size)]
-    return _reduction(float(loss), parts, batch_size, tolerance=loss_tolerance(loss)) or "mean"
+    fitting = fitting_reductions(float(loss), parts, batch_size, tolerance=loss_tolerance(loss))
+    return next(iter(fitting), "mean")
 
 
 def loss_tolerance(loss: Tensor) -> float:
@@ -177,10 +179,6 @@ def loss_tolerance(loss: Tensor) -> float:
 def fitting_reductions(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> list[LossReduction]:
     """How the losses of the two parts of a batch can combine to that of the batch."""
     return [x for x, y in _combined(parts, batch_size).items() if abs(y - whole) <= tolerance * abs(whole) + 1e-6]
-
-
-def _reduction(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> LossReduction | None:
-    return next(iter(fitting_reductions(whole, parts, batch_size, tolerance=tolerance)), None)
 
 
 def _combined(parts: list[float], batch_size: int) -> dict[LossReduction, float]:
