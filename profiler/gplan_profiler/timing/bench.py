@@ -156,10 +156,6 @@ def bench_of_chain(
 
     checkpoints: list[object] = []
 
-    def loss(outputs: Tensors) -> Tensor:
-        with unreadable(chain.assigned):
-            return _loss(file, chain.model_output(outputs), target)
-
     def whole() -> Tensor:
         if isinstance(chain, SequentialChain):  # its layers are the author's modules, which may checkpoint
             return _loss(file, file.forward(inputs), target)
@@ -175,7 +171,7 @@ def bench_of_chain(
         layers=tuple(layers.values()),
         stage=Composed([chain.stage(first, end) for first, end in _segments(kept)]),
         inputs=flat_tensors(inputs, what="the inputs"),
-        loss=loss,
+        loss=_loss_of_chain(file, chain, target),
         whole=whole if len(chain) <= _WHOLE_AT_MOST * len(kept) else None,
         checkpoints=checkpoints,
         specs=tuple(chain.specs(layer) for layer in kept),
@@ -190,26 +186,24 @@ def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors) -> Be
 
 def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) -> Bench:
     """A bench without layers: only the loss of the model's outputs."""
-
-    def loss(tensors: Tensors) -> Tensor:
-        with unreadable(chain.assigned):
-            return _loss(file, chain.model_output(tensors), target)
-
-    return Bench(
-        name="loss",
-        names=(),
-        keys=(),
-        layers=(),
-        stage=Composed([]),
-        inputs=outputs,
-        loss=loss,
-    )
+    loss = _loss_of_chain(file, chain, target)
+    return Bench(name="loss", names=(), keys=(), layers=(), stage=Composed([]), inputs=outputs, loss=loss)
 
 
 def sum_of_outputs(output: Any) -> Tensor:
     """The loss of a model without one: the sum of all outputs that require a gradient."""
     tensors = [x for x in tensors_in(output) if x.requires_grad]
     return torch.stack([x.sum() for x in tensors]).sum() if tensors else torch.zeros(())
+
+
+def _loss_of_chain(file: ModelFile, chain: Chain, target: Any) -> Callable[[Tensors], Tensor]:
+    """The loss of the outputs of a chain's last layer."""
+
+    def loss(outputs: Tensors) -> Tensor:
+        with unreadable(chain.assigned):
+            return _loss(file, chain.model_output(outputs), target)
+
+    return loss
 
 
 def _loss(file: ModelFile, output: Any, target: Any) -> Tensor:

@@ -27,10 +27,11 @@ from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.materialise import alike, with_attributes
 from gplan_profiler.model.precision import MASTER_DTYPE, input_dtype, master_bytes, round_into
-from gplan_profiler.timing.clock import Clock, Samples, cold_caches
+from gplan_profiler.timing.clock import Clock, Samples
 from gplan_profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of a measured step: a usual number
+_SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
 _NUM_ROUNDS = 4  # in a series, of a step alone and one beside each kind of neighbours
 WARMUP = 2
 _STEPS_OF_SHAPE = 3  # in a call of sample()
@@ -49,7 +50,7 @@ class _Steps:
     copies: tuple[nn.Parameter, ...]
     clock: Clock
     owner: str
-    cool: Callable[[], object]  # flushes the caches
+    cool: Callable[[], object]  # fills a core's caches with other data; on a GPU it does nothing
 
     def once(self, step: Samples, zeroing: Samples) -> None:
         """One step: create gradients, flush them from the caches, update, zero_grad."""
@@ -227,7 +228,8 @@ class StepSampler:
         if file.precision.master_weights:
             weights = [x.detach().to(input_dtype(file.precision)) for x in copies]
             optimizer.register_step_post_hook(lambda *_: round_into(weights, copies))
-        steps = _Steps(optimizer, tuple(copies), self._clock, file.name, cold_caches(self._device))
+        swept = torch.zeros(_SWEPT_BYTES if self._device == "cpu" else 0, dtype=torch.uint8)
+        steps = _Steps(optimizer, tuple(copies), self._clock, file.name, lambda: swept.add_(1))
         for _ in range(WARMUP):
             steps.once(Samples(), Samples())
         return steps
