@@ -45,7 +45,6 @@ _WHOLE_AT_MOST = 4  # the whole model is run only where it has at most so many t
 class Bench:
     """Layers in a row; the samples of layers with the same key are pooled."""
 
-    name: str
     names: tuple[str, ...]
     keys: tuple[str, ...]
     layers: tuple[nn.Module, ...]
@@ -165,7 +164,6 @@ def bench_of_chain(
         return loss
 
     return Bench(
-        name="all",
         names=tuple(chain.names[layer] for layer in kept),
         keys=tuple(keys.values()),
         layers=tuple(layers.values()),
@@ -181,13 +179,13 @@ def bench_of_chain(
 
 def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors) -> Bench:
     """One layer, with the sum of its outputs as the loss."""
-    return Bench(name=key, names=(name,), keys=(key,), layers=(layer,), stage=layer, inputs=inputs, loss=sum_of_outputs)
+    return Bench(names=(name,), keys=(key,), layers=(layer,), stage=layer, inputs=inputs, loss=sum_of_outputs)
 
 
 def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) -> Bench:
     """A bench without layers: only the loss of the model's outputs."""
     loss = _loss_of_chain(file, chain, target)
-    return Bench(name="loss", names=(), keys=(), layers=(), stage=Composed([]), inputs=outputs, loss=loss)
+    return Bench(names=(), keys=(), layers=(), stage=Composed([]), inputs=outputs, loss=loss)
 
 
 def sum_of_outputs(output: Any) -> Tensor:
