@@ -13,8 +13,9 @@ from gplan.core.errors import ModelError
 from gplan_profiler.model import memory_budget
 from gplan_profiler.model import memory_budget as tested
 from gplan_profiler.model.given_model import GivenModel
-from gplan_profiler.model.load import ModelTooLargeError, load_model_file
+from gplan_profiler.model.load import ModelTooLargeError
 from gplan_profiler.model.memory_budget import available_bytes, headroom, saved_bytes, weight_bytes
+from tests.model_files import load_model_file
 
 FILE = """
 import torch

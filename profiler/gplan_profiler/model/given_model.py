@@ -72,7 +72,7 @@ class GivenModel:
         """The model with weights where `num_copies` of it fit in memory while it is measured, else a lazy one with a note.
 
         `batch_size` is that of the largest micro-batch to be measured. A real model has the weights that
-        `load_model_file` gives it with the same seed. Raises what `load_model_file` raises, and ModelTooLargeError for a
+        `OpenedFile.load` gives it with the same seed. Raises what that raises, and ModelTooLargeError for a
         model that neither fits nor can be built without weights.
         """
         if not isinstance(self.model, str):
