@@ -132,14 +132,14 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def module_call() -> Callable[..., Any]:
-    """The function that calls a module, `(module, *args, **kwargs)`."""
-    return nn.Module._call_impl
-
-
 def module_calls_replaced(call: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside, a call of a module is `call(module, *args, **kwargs)`."""
-    return replaced(nn.Module, _call_impl=call)
+    """Inside, a call of a module is `call(plain, module, *args, **kwargs)`; `plain(module, ...)` is what it is else."""
+    plain: Callable[..., Any] = nn.Module._call_impl
+
+    def replacement(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(plain, module, *args, **kwargs)
+
+    return replaced(nn.Module, _call_impl=replacement)
 
 
 def module_moves_replaced(to: Callable[..., Any]) -> AbstractContextManager[None]:

@@ -28,9 +28,8 @@ def test_newer_torch_is_noted() -> None:
 
 def test_calls_of_modules_go_through_the_replacement() -> None:
     layer, seen = nn.Linear(2, 2), list[type]()
-    plain = torch_compat.module_call()
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         seen.append(type(module))
         return plain(module, *args, **kwargs)
 

@@ -7,7 +7,7 @@ micro-batch ran last. So they are restored after a capture, and a loss that read
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
@@ -17,7 +17,7 @@ from torch import nn
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, names_in
-from gplan_profiler.torch_compat import module_call, module_calls_replaced
+from gplan_profiler.torch_compat import module_calls_replaced
 
 _NOT_RESTORED = frozenset({"training", "_parameters", "_buffers", "_modules"})
 NOT_OF_A_FORWARD = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"})
@@ -130,9 +130,9 @@ def unreadable(assigned: Collection[AssignedAttribute]) -> Iterator[None]:
     if not assigned:
         yield
         return
-    running, plain = list[nn.Module](), module_call()
+    running = list[nn.Module]()
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         running.append(module)
         try:
             return plain(module, *args, **kwargs)

@@ -37,7 +37,6 @@ from gplan_profiler.torch_compat import (
     TorchDispatchMode,
     function_calls_replaced,
     is_wrapped,
-    module_call,
     module_calls_replaced,
     pytree,
     running_tracer,
@@ -213,9 +212,8 @@ def recorded_calls(model: nn.Module, run: Callable[[], object], classes: Collect
     found: dict[str, list[ModuleRecord]] = {}
     paths = {id(x.__dict__): path for path, x in model.named_modules() if type(x) in classes}
     running: list[str] = []
-    plain: Callable[..., Any] = module_call()
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(module.__dict__))
         if path is None or running:
             return plain(module, *args, **kwargs)
@@ -278,9 +276,8 @@ def opaque_modules(
     """Inside, the recorded calls of a trace of the model are single operations, which are appended to `found`."""
     paths = {id(model.get_submodule(path).__dict__): path for path in recorded}
     calls = {path: iter(x) for path, x in recorded.items()}
-    plain: Callable[..., Any] = module_call()
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path, tracer = paths.get(id(module.__dict__)), running_tracer()
         if path is None or tracer is None:
             return plain(module, *args, **kwargs)

@@ -45,7 +45,6 @@ from gplan_profiler.model.error_location import OWN_GRADIENTS, author_line, firs
 from gplan_profiler.torch_compat import (
     OpOverload,
     gradient_calls_replaced,
-    module_call,
     module_calls_replaced,
     module_moves_replaced,
     nested_traces_allowed,
@@ -145,9 +144,8 @@ class _ModelRun:
     @contextmanager
     def recorded(self, around: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
         """Inside, an export is recorded; the forward runs inside `around`. The model is restored at the end."""
-        plain: Callable[..., Any] = module_call()
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module.__dict__ is not self.model.__dict__ or self._is_running:
                 return plain(module, *args, **kwargs)
             before, attributes = _weights(self.model), attributes_of(self.model)
