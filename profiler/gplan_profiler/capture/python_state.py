@@ -44,7 +44,9 @@ _MOST_CHARACTERS = 40  # of a key
 _RESTORED = (list, dict, set, deque, defaultdict, OrderedDict)
 _IN_CLASSES = (staticmethod, classmethod, property)  # beside functions
 _CONTAINERS = (list, tuple, deque, set, frozenset)
-_NOT_FOLLOWED = frozenset({"torch", "numpy", "transformers", "gplan", "gplan_profiler", *sys.stdlib_module_names})
+_NOT_FOLLOWED = frozenset({  # "_pytest" is what an assert calls in a test's module
+    "torch", "numpy", "transformers", "gplan", "gplan_profiler", "_pytest", *sys.stdlib_module_names,
+})  # fmt: skip
 
 State: TypeAlias = dict[str, tuple[object, object]]
 """By the path in Python: a plain value, a tensor, a container or an iterator, and what changes when it does."""
