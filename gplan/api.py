@@ -99,7 +99,7 @@ def profile(
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
     from gplan_profiler.analytic.computed_profile import ComputeOptions, computed_profile
-    from gplan_profiler.analytic.hardware import hardware_names, load_hardware
+    from gplan_profiler.analytic.hardware import hardware_table, load_hardware
     from gplan_profiler.host.host_info import default_device, usable_cores
     from gplan_profiler.measure import ProfileOptions, measure_profile
     from gplan_profiler.model.given_model import GivenModel
@@ -118,7 +118,7 @@ def profile(
     if device == "meta":
         if hardware is None:
             raise UsageError(
-                f"device 'meta' computes for hardware that is not here; name it: {', '.join(hardware_names())} or a TOML or JSON file "
+                f"device 'meta' computes for hardware that is not here; name it: {', '.join(hardware_table())} or a TOML or JSON file "
                 "(--hardware h100)"
             )
         to_compute = ComputeOptions(

@@ -17,20 +17,6 @@ VERIFICATION_FILE = "gplan.verification.json"
 REPORT_FOLDER = "gplan-report"
 CHECKPOINTS = "gplan-checkpoints"
 
-RECEIVERS = (
-    "torchtitan",
-    "megatron",
-    "verl",
-    "automodel",
-    "nanotron",
-    "deepspeed",
-    "torchgpipe",
-    "pytorch",
-    "vllm",
-    "sglang",
-)
-"""The trainers that plans are made for, exported to and read from."""
-
 PATH: Any = click.Path(path_type=Path)
 
 

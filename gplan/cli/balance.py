@@ -12,7 +12,6 @@ from gplan.cli.arguments import (
     PATH,
     PLAN_FILE,
     PROFILE_FILE,
-    RECEIVERS,
     SCHEDULE_HELP,
     Advanced,
     Verb,
@@ -21,6 +20,7 @@ from gplan.cli.arguments import (
     schedule_named,
 )
 from gplan.cli.output import json_option, print_result, progress_bar
+from gplan.interop.receiver_table import RECEIVERS
 
 if TYPE_CHECKING:
     from gplan.core import Constraints

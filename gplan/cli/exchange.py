@@ -12,7 +12,6 @@ from gplan.cli.arguments import (
     PATH,
     PLAN_FILE,
     PROFILE_FILE,
-    RECEIVERS,
     RUN_FILE,
     Verb,
     memory_option,
@@ -21,6 +20,7 @@ from gplan.cli.arguments import (
     schedule_named,
 )
 from gplan.cli.output import json_option, print_result
+from gplan.interop.receiver_table import RECEIVERS
 
 
 @click.command(cls=Verb)

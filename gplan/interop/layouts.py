@@ -16,7 +16,8 @@ from itertools import accumulate, pairwise
 from gplan.core import Profile
 from gplan.core.errors import UsageError
 from gplan.interop.export.module_lists import ROTARY
-from gplan.interop.receivers import RECEIVERS, check_granularity, child_name, decoder_of, modules_of
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import check_granularity, child_name, decoder_of, modules_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from gplan.partition.even_cuts import EvenCut
 from gplan.schedules.registry import default_num_microbatches
 from gplan.strategy_search.planner import plan as best_plan
 from gplan_profiler.analytic.decoder_config import ORDER, Widths, load_decoder, parse_settings
-from gplan_profiler.analytic.decoder_profile import check_widths, num_parameters
+from gplan_profiler.analytic.decoder_profile import check_divisions, num_parameters
 from gplan_profiler.analytic.hardware import load_hardware
 
 DIALS = ("tensor", "context", "expert", "data", "num_devices", "num_chunks", "microbatch_size", "recompute")
@@ -111,7 +111,8 @@ def _of_given_widths(
     widths = Widths(
         **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=search.sequence_length, order=search.order,
     )  # fmt: skip
-    check_widths(search.decoder, widths)
+    sizes = {x: given[x] for x in ("tensor", "context", "expert")}
+    check_divisions(search.decoder, **sizes, sequence_length=search.sequence_length)
     size = 1 if dials["microbatch_size"] is None else dials["microbatch_size"]
     if size < 1:
         raise UsageError(f"a micro-batch has {size} samples; expected at least 1")

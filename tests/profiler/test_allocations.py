@@ -39,7 +39,7 @@ from gplan_profiler.memory.layer_memory import (
     tied_uses,
     with_sums,
 )
-from gplan_profiler.model.load import load_model_file
+from tests.model_files import load_model_file
 
 KIB = 1024
 

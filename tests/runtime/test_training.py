@@ -26,7 +26,7 @@ from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.run_options import RunOptions
 from gplan_profiler.host.host_info import device_share
-from gplan_profiler.model.load import load_model_file
+from tests.model_files import load_model_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import SMALL, plain_losses, plan_for, run_virtually, small_example, source_for
 

@@ -20,7 +20,8 @@ from gplan.interop.export.module_lists import to_automodel, to_torchtitan
 from gplan.interop.export.nanotron import to_nanotron
 from gplan.interop.export.requirements import Written
 from gplan.interop.export.torch_pipelining import to_csv, to_pytorch
-from gplan.interop.receivers import RECEIVERS, check_granularity, check_plan
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import check_granularity, check_plan
 from gplan_profiler.analytic.decoder_profile import UNDIVIDED
 
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from gplan.core import Plan, Profile
 from gplan.interop.export.requirements import Written, computed_widths, skipping_values, split_weights, stage_comments
-from gplan.interop.receivers import RECEIVERS, decoder_of
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import decoder_of
 
 _AS_WRITTEN = (
     "the model's layers as its author wrote them, in the plan's order, each with the operations that follow it"

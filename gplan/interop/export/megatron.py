@@ -24,7 +24,8 @@ from math import gcd
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.interop.export.requirements import Written, computed_widths, skipping_values
-from gplan.interop.receivers import RECEIVERS, DecoderLayers, decoder_of
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import DecoderLayers, decoder_of
 
 _ORDER_BY_FLAG = "tp-cp-ep-pp-dp"  # the one other order of groups that Megatron-LM's arguments can ask for
 _TITLE = RECEIVERS["megatron"].title

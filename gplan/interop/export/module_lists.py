@@ -25,7 +25,8 @@ from collections.abc import Callable
 from gplan.core import Plan, Profile
 from gplan.interop.export.requirements import BY_BLOCK, Written, computed_widths, quoted
 from gplan.interop.export.torch_pipelining import CSV_FILE, torch_schedule
-from gplan.interop.receivers import RECEIVERS, child_name, decoder_of, modules_of
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import child_name, decoder_of, modules_of
 
 _LOOP, _THERE_AND_BACK = "PipelineScheduleMulti", "ZBVZeroBubble"  # where stages are, for an order in a file
 ROTARY = "rotary_emb"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from gplan.core import Plan, Profile
 from gplan.interop.export.requirements import BY_BLOCK, Written, computed_widths
-from gplan.interop.receivers import RECEIVERS, decoder_of, plain_schedule
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import decoder_of, plain_schedule
 
 
 def to_nanotron(plan: Plan, profile: Profile | None) -> Written:
