@@ -4,7 +4,7 @@ A node is a prefix, the first s stages. A sweep grows all nodes by one stage at 
 beat the best plan known, and keeps at most `width` of the others, the most promising. If none was left out, the best
 plan is proven optimal; otherwise the smallest bound left out says how much better a plan could be, and the next sweep
 is wider, until the time is up. Nodes are bounded by their goal (`goals.py`: a simulation, the loads or the memory so
-far) and by weights (`lagrangian.py`); some make others pointless by their labels.
+far) and by weights (`lagrangian.py`).
 
 A plan whose value is within a limit is made of candidates that are within bounds which follow from the limit. Mostly the
 candidates within the value of a good plan are few, and one search settles it. Where they are too many, the limit starts
@@ -28,7 +28,6 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.cost.memory_moments import undominated
 from gplan.graph.down_sets import Bools, Floats, Ints
 from gplan.partition.batch_simulation import num_at_once
 from gplan.partition.candidates import (
@@ -56,7 +55,6 @@ _RISES = (
 )  # fmt: skip
 _NARROW = 1.5  # times the longest stage of the best plan known: the stages that are looked at where all are too many
 _SLACK = 1e-9  # share by which a bound may be off
-_LABEL_SLACK = 1e-13  # share of the value by which a label may be worse and still be dominant
 _FIRST_WIDTH = 64
 _WIDER = 8  # times, from sweep to sweep
 _NUM_LEAVES = 256  # complete prefixes that are simulated to choose among
@@ -299,8 +297,7 @@ class SearchSpace:
     def root(self) -> Nodes:
         """The empty prefix."""
         none: Ints = np.zeros((1, 0), dtype=np.int64)
-        first, bounds = np.zeros(1), np.array([self.whole])
-        return Nodes(paths=none, last_end=none.sum(axis=1), added=first, bounds=bounds, labels=first[:, None])
+        return Nodes(paths=none, last_end=none.sum(axis=1), added=np.zeros(1), bounds=np.array([self.whole]))
 
     def grow(self, parents: Nodes, children: Ints) -> Nodes:
         """Each parent with one more stage, bounded; those that do not fit by infinity."""
@@ -311,10 +308,8 @@ class SearchSpace:
         bounds = np.maximum(bounds, self.through[stage][children])
         there = np.flatnonzero(self._limits.may_fit(paths)) if self.search.checks_devices else np.arange(len(paths))
         least = np.full(len(paths), np.inf)
-        least[there], known = self.goal.of_prefixes(paths[there])
-        has_labels = known is not None and not self.search.checks_devices
-        labels = known if known is not None and has_labels else np.zeros((len(paths), 0))
-        return Nodes(paths=paths, last_end=end, added=added, bounds=np.maximum(bounds, least), labels=labels)
+        least[there] = self.goal.of_prefixes(paths[there])
+        return Nodes(paths=paths, last_end=end, added=added, bounds=np.maximum(bounds, least))
 
     @cached_property
     def _limits(self) -> DeviceMemoryLimits:
@@ -358,7 +353,6 @@ class Nodes:
     last_end: Ints  # [N]: the position at which the next stage begins
     added: Floats  # [N]: what the stages add to the weighted mean
     bounds: Floats  # [N]
-    labels: Floats  # [N, D]; no numbers where prefixes are not compared
 
     def __len__(self) -> int:
         return len(self.bounds)
@@ -371,15 +365,6 @@ class Nodes:
     def take(self, index: Ints) -> Nodes:
         """Some of the nodes."""
         return Nodes(**{x.name: getattr(self, x.name)[index] for x in fields(self)})
-
-    def undominated(self) -> Nodes:
-        """The nodes whose labels no other one with the same end matches or beats in every number; all without labels."""
-        if not self.labels.shape[1]:
-            return self
-        slack = _LABEL_SLACK * float(self.bounds.max(initial=0.0))
-        order = np.argsort(self.last_end, kind="stable")
-        by_end = np.split(order, np.flatnonzero(np.diff(self.last_end[order])) + 1)
-        return self.take(np.concatenate([some[undominated(self.labels[some], slack=slack)] for some in by_end]))
 
     @classmethod
     def joined(cls, parts: list[Nodes]) -> Nodes:
@@ -458,7 +443,7 @@ def sweep(space: SearchSpace, incumbent: Incumbent, *, width: int, deadline_s: f
             return incumbent
         if not parts:
             return incumbent.bounded(left_out)
-        nodes = Nodes.joined(parts).undominated()
+        nodes = Nodes.joined(parts)
         order = np.argsort(nodes.bounds, kind="stable")
         left_out = min(left_out, float(nodes.bounds[order[width:]].min(initial=np.inf)))
         nodes = nodes.take(order[:width])
