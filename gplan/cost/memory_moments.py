@@ -126,7 +126,8 @@ def peak_moments(
     counts = every.counts[kept]
     apart = counts.copy()  # pending bytes may be negative, but not those of a pending micro-batch with its stash
     apart[:, :, PARTS.index("stash")] -= counts[:, :, PARTS.index("pending")]
-    flat = apart.reshape(len(kept), -1)
+    updating = counts[:, :, PARTS.index("optimizer_workspace")]  # negative where replicas free what they gathered
+    flat = np.concatenate([apart.reshape(len(kept), -1), -updating], axis=1)
     left = np.sort(kept[undominated(-flat[:, flat.max(axis=0) > flat.min(axis=0)])])
     return Moments(tuple(every.actions[i] for i in left), every.counts[left])
 
