@@ -64,7 +64,7 @@ CASES = {
     "kimi": Case(
         "kimi-k2", "h800", 1024, 16384, 4096,
         {"tensor": 1, "pipeline": 16, "expert": 16, "data": 64, "microbatch_size": 1},
-        "Kimi K2 Technical Report, 2.4: pipeline 16 with virtual stages, experts over 16, ZeRO-1; the number of devices is a guess",
+        "Kimi K2 Technical Report, 2.4: pipeline 16 with virtual stages, experts over 16, ZeRO-1, for small and large numbers of nodes alike; 128 of them are assumed here",
     ),
     "mixtral": Case(
         "mixtral-8x7b", "a100", 32, 256, 4096,

@@ -7,16 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from gplan.core import Device, ModelId, Plan, Prediction, Proof, RecomputeMode, Stage, StageCost, StageMemory
-from gplan.schedules.registry import make_schedule, num_stages_of
+from gplan.schedules.registry import SCHEDULES, make_schedule, num_stages_of
 from gplan.simulation.simulator import equal_bubble, step_and_bubble
 from tests.made import FREE_LINK, name_of
 
 OWN = "custom:0F0 0F1 2F0 2B0 2F1 2I1 0B0 2W1 0I1 0W1 / 1F0 1F1 1B0 1I1 1W1"
 """Three stages on two devices, two micro-batches, one backward whole and one in halves."""
 
-EVERY_SCHEDULE = (
-    "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "interleaved-1f1b:3", "looped-bfs:2", "zb-h1", "zb-v", OWN,
-)  # fmt: skip
+ONE_OF_EACH = tuple(f"{word}:2" if rule.number else word for word, rule in SCHEDULES.items())
+"""A schedule of each rule, those with a number after their name with 2."""
+
+EVERY_SCHEDULE = (*ONE_OF_EACH, "interleaved-1f1b:3", OWN)
 
 
 def scheduled_plan(

@@ -88,7 +88,7 @@ def balance(
     receiver: str | None, output: Path,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Find the best partition of a model's layers over K devices, and prove it. Options set to auto are searched together.
+    """Find and prove the best partition of a model's layers over K devices; options set to auto are searched.
 
     \b
     Examples:

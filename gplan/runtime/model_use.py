@@ -118,9 +118,14 @@ class UnchangedModel:
                 )
 
     def check(self) -> None:
-        """Raise UsageError if a script changed the model."""
+        """Raise UsageError if a script changed the model, or put it in evaluation mode."""
+        if not self._model.training:
+            raise UsageError(
+                f"{type(self._model).__name__} is in evaluation mode; pipe.step expects training mode: call train() of the model "
+                "before, and eval() of those of its children that must not train before gplan.pipeline"
+            )
         changed = [f"{path} was changed" for path in changed_since(self._attributes)]
-        for module, trains in self._trained.items() if self._model.training else ():  # an evaluation sets all modules
+        for module, trains in self._trained.items():
             if module.training != trains:
                 changed.append(f"{self._names[module]} was put in {'evaluation' if trains else 'training'} mode")
         for module, parts in self._parts.items():

@@ -146,10 +146,10 @@ def test_no_moment_that_was_left_out_is_ever_the_peak_of_a_stage(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mode", ["never", "always", "except-last"])
 def test_a_few_moments_are_left_however_many_devices_there_are(name: str, mode: RecomputeMode) -> None:
-    """Every candidate stage of a plan is priced at each of them."""
+    """Every candidate stage of a plan is priced at each of them; a device has 96 actions or more."""
     for stage in (0, 5, 15):
         moments = peak_moments(name, num_devices=16, num_microbatches=48, stages=(stage,), recompute=mode)
-        assert len(moments.actions) <= 30
+        assert len(moments.actions) <= 60
 
 
 @given(names, devices, microbatches)

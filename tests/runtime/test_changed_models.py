@@ -100,4 +100,6 @@ def test_change_before_the_pipeline_or_of_what_the_forward_does_not_read_is_acce
     model.epoch = 1
     model.eval()
     pipe.eval_step(torch.randn(4, 8), torch.randint(5, (4,)))
+    model.train()
+    model.layers[1].eval()
     step()

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 from gplan.core import Action, ActionKind, Schedule, StageCost
-from gplan.schedules.registry import make_schedule
+from gplan.schedules.registry import SCHEDULES, make_schedule
 
-NAMES = (
-    "gpipe", "1f1b", "1f1b-cap:3", "eager-1f1b", "zb-h1", "zb-v", *(f"{word}:{v}" for word in ("interleaved-1f1b", "looped-bfs") for v in range(1, 5)),
-)  # fmt: skip
+NAMES = tuple(
+    name
+    for word, rule in SCHEDULES.items()
+    for name in ([f"{word}:{number}" for number in range(1, 5)] if rule.number else [word])
+)
+"""Every schedule of the registry, those with a number after their name with 1 to 4."""
 num_devices = st.integers(1, 8)
 num_microbatches = st.integers(1, 32)
 num_chunks = st.integers(1, 4)

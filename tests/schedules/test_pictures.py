@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 
 from gplan.core import Action, Schedule, Span, StageCost
-from gplan.schedules.registry import make_schedule
+from gplan.schedules.registry import SCHEDULES, make_schedule
 from gplan.simulation.simulator import timeline_of
 
 FREE = StageCost(
@@ -91,7 +91,12 @@ def test_the_docstring_shows_what_the_schedule_does(name: str) -> None:
     assert pictures_in(module)[place] == drawn(schedule, label, seconds)
 
 
-@pytest.mark.parametrize("module", ["gpipe", "one_f_one_b", "zero_bubble"])
+def test_every_schedule_has_a_picture() -> None:
+    """A new one: an entry in SHOWN, and in the docstring of its module what `drawn` returns for it."""
+    assert {name.partition(":")[0] for name in SHOWN} == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("module", sorted({module for module, *_ in SHOWN.values()}))
 def test_no_picture_is_left_unchecked(module: str) -> None:
     places = [place for owner, place, *_ in SHOWN.values() if owner == module]
     assert places == list(range(len(pictures_in(module))))

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from gplan.core import IdleCause
+from gplan.core.units import seconds_text
 from gplan.reporting.looks import ACTIONS, IDLE
 from gplan.reporting.page.figures import MEANINGS, pipeline_json
 from gplan.reporting.subject import Subject, timelines_of
+from gplan.reporting.text.run import devices_table
 from gplan.simulation.bubble import idle_pieces
 from gplan.simulation.simulator import simulate
 from tests.reporting.subjects import make_plan, make_run, make_scheduled_plan, named
@@ -53,6 +55,18 @@ def test_every_action_transfer_and_wait_is_there_at_its_time(schedule: str) -> N
         assert sorted(found) == sorted(expected)
         waited = sum(end - start for waits in side["waits"] for _, start, end in pieces(waits, 1)) * chart["tick"]
         assert waited == pytest.approx(sum(x.duration_s for x in idle_pieces(timeline)), rel=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b:2", "zb-v"])
+def test_a_device_idles_as_long_in_the_chart_as_in_the_table(schedule: str) -> None:
+    run = make_run(make_scheduled_plan(schedule))
+    chart = chart_of(run)
+    measured = list(timelines_of(run)).index("measured")
+    for waits, line in zip(chart["sides"][measured]["waits"], devices_table(run).lines, strict=True):
+        idle_s = sum(end - start for _, start, end in pieces(waits, 1)) * chart["tick"]
+        device = int(line.cells["device"])
+        assert idle_s == pytest.approx(run.timeline.idle_s(device), rel=1e-3)
+        assert line.cells["idle"] == seconds_text(run.timeline.idle_s(device))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-v"])

@@ -27,6 +27,7 @@ from tests.runtime.semantics.checks import (
     plan_of,
 )
 from tests.runtime.semantics.models import NUM_CLASSES, WIDTH, Floor, Subject, sum_loss, token_subject
+from tests.scheduled import ONE_OF_EACH
 
 NUM_MICROBATCHES = 4
 
@@ -35,7 +36,6 @@ OWN = (
     "custom:0F1 0F0 3F1 4F1 4B1 0F2 0F3 3F0 4F0 4I0 3F2 4F2 3F3 4F3 3B1 3I0 0B1 4W0 4B3 4B2 3W0 3B3 3B2 0I0 0B3 0W0 0B2 /"
     "1F1 2F1 1F0 2F0 1F2 2F2 1F3 2F3 2I1 1I1 2B0 1B0 1W1 2W1 2B3 1I3 2I2 2W2 1B2 1W3"
 )
-SCHEDULES = ("gpipe", "1f1b", "1f1b-cap:2", "eager-1f1b", "interleaved-1f1b:2", "looped-bfs:2", "zb-h1", "zb-v")
 
 
 class Woven(nn.Module):
@@ -183,7 +183,7 @@ def test_one_stage_equals_plain_model() -> None:
     assert_same(found.gradients, {name: x.grad for name, x in model.named_parameters() if x.grad is not None})
 
 
-@pytest.mark.parametrize(("num_devices", "schedule"), [(4, x) for x in SCHEDULES] + [(2, "zb-v"), (2, OWN)])
+@pytest.mark.parametrize(("num_devices", "schedule"), [(4, x) for x in ONE_OF_EACH] + [(2, "zb-v"), (2, OWN)])
 def test_every_schedule_equals_one_device(num_devices: int, schedule: str) -> None:
     cases = [(WOVEN, "never"), (DROPPING, "always"), (NORMED, "never"), (NORMED, "always")]
     num_stages = num_stages_of(schedule, num_devices)
