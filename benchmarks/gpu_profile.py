@@ -46,7 +46,7 @@ from gplan.evaluate.compare import BUBBLE, PEAK_MEMORY, STEP_TIME
 from gplan.files.json_files import load, save
 from gplan_profiler.capture.chain import call_arguments
 from gplan_profiler.host.host_info import gpu_state, software_versions
-from gplan_profiler.model.load import load_model_file
+from gplan_profiler.model.load import open_model_file
 from gplan_profiler.model.precision import in_precision
 from gplan_profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 
@@ -226,7 +226,7 @@ class Plain:
 
 def run_plain(case: Case, precision: str, options: argparse.Namespace) -> Plain:
     """Training steps of the author's model, warmed up, one batch over and over."""
-    file = load_model_file(str(ROOT / case.file), settings=case.settings)
+    file = open_model_file(str(ROOT / case.file), settings=case.settings).load()
     file = in_precision(file, Precision.named(precision))
     model: nn.Module = file.model.to(options.device).train()
     batch = next(file.batches(case.microbatch_size))
@@ -295,7 +295,7 @@ def run_rank(path: Path, options: argparse.Namespace) -> None:
     plan = load(Plan, path)
     case = CASES["tiny"]
     pipe = gplan.pipeline(str(ROOT / case.file), plan, device="cpu" if options.dry else "cuda:0")
-    file = load_model_file(str(ROOT / case.file), settings=case.settings)
+    file = open_model_file(str(ROOT / case.file), settings=case.settings).load()
     losses = [float(pipe.step(*batch)) for batch in islice(file.batches(plan.num_microbatches), 2)]
     if os.environ["RANK"] == "0":
         print(f"{RANK_0} losses {losses[0]:.4f} and {losses[1]:.4f} by the torch engine")

@@ -6,6 +6,7 @@ torch and matplotlib are imported only by the functions that need them, so plann
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from gplan.runtime.model_source import ModelLike
     from gplan.runtime.pipeline import Pipeline
     from gplan.runtime.validation import Loss
-    from gplan_profiler.measure import ProfileOptions
-    from gplan_profiler.model.given_model import GivenModel
     from gplan_profiler.model.model_reference import SettingValue
 
 
@@ -99,8 +98,10 @@ def profile(
 
     Raises ModelError for a model that cannot be loaded, captured or run, UsageError for options that cannot be used.
     """
-    from gplan_profiler.host.host_info import default_device
-    from gplan_profiler.measure import ProfileOptions
+    from gplan_profiler.analytic.computed_profile import ComputeOptions, computed_profile
+    from gplan_profiler.analytic.hardware import hardware_table, load_hardware
+    from gplan_profiler.host.host_info import default_device, usable_cores
+    from gplan_profiler.measure import ProfileOptions, measure_profile
     from gplan_profiler.model.given_model import GivenModel
     from gplan_profiler.torch_compat import start_autograd
 
@@ -115,12 +116,28 @@ def profile(
         precision=Precision.named(precision),
     )
     if device == "meta":
-        computed = _computed(given, tuple(microbatch_sizes), hardware, link, granularity, progress)
+        if hardware is None:
+            raise UsageError(
+                f"device 'meta' computes for hardware that is not here; name it: {', '.join(hardware_table())} or a TOML or JSON file "
+                "(--hardware h100)"
+            )
+        to_compute = ComputeOptions(
+            hardware=load_hardware(str(hardware)),
+            microbatch_sizes=tuple(microbatch_sizes),
+            link=link,
+            granularity=granularity,
+        )
+        computed = computed_profile(given.load(), to_compute, progress=progress)
         return computed if reduce_slowdown is None else beside_reduction(computed, reduce_slowdown)
     device = default_device() if device == "auto" else device
     if device == "cpu":
         start_autograd()
-    _check_nothing_to_compute(device, {"--hardware": hardware, "--reduce-slowdown": reduce_slowdown})
+    for option, value in (("--hardware", hardware), ("--reduce-slowdown", reduce_slowdown)):
+        if value is not None:
+            raise UsageError(
+                f"{option} goes with device 'meta', which computes a profile; device {device!r} is measured: use --device meta or "
+                f"leave out {option}"
+            )
     options = ProfileOptions(
         microbatch_sizes=tuple(microbatch_sizes),
         device=device,
@@ -130,7 +147,18 @@ def profile(
         granularity=granularity,
         budget_s=budget_s,
     )
-    return _measured(given, options, progress)
+
+    def measured_engine() -> EngineCost:
+        from gplan.runtime.overhead import measure_engine
+
+        return measure_engine(num_threads=num_threads)
+
+    has_cores = device == "cpu" and len(usable_cores()) >= 2 * num_threads  # for two processes
+    file = given.load_for_measuring(
+        batch_size=options.microbatch_sizes[-1], device=device, num_copies=1 + options.num_neighbours
+    )
+    measure = measured_engine if has_cores and link is None else None
+    return measure_profile(file, options, progress=progress, measure_engine=measure)
 
 
 @needs_torch("gplan.pipeline")
@@ -310,20 +338,17 @@ def verify(
     from gplan.runtime.run.launch import check_not_torchrun
 
     check_not_torchrun()
-
-    def runner(contender: Plan) -> Run:
-        return run(
-            contender,
-            model=model,
-            engine=engine,
-            profile=profile,
-            num_steps=num_steps,
-            loss=loss,
-            optimizer=optimizer,
-            batches=batches,
-            timeout_s=timeout_s,
-        )
-
+    runner = partial(
+        run,
+        model=model,
+        engine=engine,
+        profile=profile,
+        num_steps=num_steps,
+        loss=loss,
+        optimizer=optimizer,
+        batches=batches,
+        timeout_s=timeout_s,
+    )
     return verify_by(
         plan,
         profile,
@@ -364,55 +389,3 @@ def plan_settings(plan: Plan) -> dict[str, SettingValue]:
     from gplan_profiler.model.model_reference import parse_setting
 
     return {key: parse_setting(text) for key, text in plan.model.settings}
-
-
-def _check_nothing_to_compute(device: str, options: Mapping[str, object]) -> None:
-    """Raise UsageError where a device that is measured comes with what only computed seconds need."""
-    for option in (name for name, value in options.items() if value is not None):
-        raise UsageError(
-            f"{option} goes with device 'meta', which computes a profile; device {device!r} is measured: use --device meta or "
-            f"leave out {option}"
-        )
-
-
-def _measured(model: GivenModel, options: ProfileOptions, progress: Progress) -> Profile:
-    """The profile of this host; what the engine takes is measured where two processes have cores for it."""
-    from gplan_profiler.host.host_info import usable_cores
-    from gplan_profiler.measure import measure_profile
-
-    def measured_engine() -> EngineCost:
-        from gplan.runtime.overhead import measure_engine
-
-        return measure_engine(num_threads=options.num_threads)
-
-    has_engine = options.link is None and options.device == "cpu" and len(usable_cores()) >= 2 * options.num_threads
-    file = model.load_for_measuring(
-        batch_size=options.microbatch_sizes[-1], device=options.device, num_copies=1 + options.num_neighbours
-    )
-    return measure_profile(file, options, progress=progress, measure_engine=measured_engine if has_engine else None)
-
-
-def _computed(
-    model: GivenModel,
-    microbatch_sizes: tuple[int, ...],
-    hardware: str | Path | None,
-    link: Link | None,
-    granularity: Granularity,
-    progress: Progress,
-) -> Profile:
-    """The profile for hardware that is not here."""
-    from gplan_profiler.analytic.computed_profile import ComputeOptions, computed_profile
-    from gplan_profiler.analytic.hardware import hardware_names, load_hardware
-
-    if hardware is None:
-        raise UsageError(
-            f"device 'meta' computes for hardware that is not here; name it: {', '.join(hardware_names())} or a TOML or JSON file "
-            "(--hardware h100)"
-        )
-    options = ComputeOptions(
-        hardware=load_hardware(str(hardware)),
-        microbatch_sizes=microbatch_sizes,
-        link=link,
-        granularity=granularity,
-    )
-    return computed_profile(model.load(), options, progress=progress)

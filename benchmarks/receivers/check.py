@@ -29,10 +29,12 @@ from gplan.core import Plan, Profile
 from gplan.interop.export.exporters import export
 from gplan.interop.export.megatron import layout_of
 from gplan.interop.layouts import read_layout
-from gplan.interop.planning import best_for_receiver
-from gplan.interop.receivers import RECEIVERS, decoder_of
-from gplan_profiler.analytic.decoder_config import Widths
-from gplan_profiler.analytic.decoder_profile import decoder_profile
+from gplan.interop.planning import ForReceiver
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import decoder_of
+from gplan.strategy_search.planner import balance
+from gplan_profiler.analytic.decoder_config import Widths, load_decoder
+from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import load_hardware
 from receivers import own_code
 from receivers.published_layouts import PUBLISHED, Published
@@ -89,7 +91,9 @@ def _is_read_back(receiver: str, plan: Plan) -> bool:
 @cache
 def _profile(num_layers: int) -> Profile:
     settings = {"num_hidden_layers": num_layers - 2}
-    return decoder_profile("llama3-8b", load_hardware("h100"), widths=Widths(), settings=settings)
+    return DecoderProfile(
+        name="llama3-8b", decoder=load_decoder("llama3-8b", settings), widths=Widths(), hardware=load_hardware("h100")
+    ).profile((1,))
 
 
 def _run(receiver: str) -> str:
@@ -132,12 +136,13 @@ def compared(published: Published, *, time_limit_s: float) -> Compared:
     """Both layouts priced on the same profile."""
     plan = published.priced(time_limit_s=time_limit_s)
     chunks = plan.num_stages // plan.num_devices
-    best = best_for_receiver(
+    rules = ForReceiver.of("megatron", published.profile)
+    best = balance(
         published.profile,
-        receiver="megatron",
         num_devices=published.num_devices,
-        num_chunks=chunks,
         num_microbatches=published.num_microbatches,
+        schedule=rules.default_schedule(chunks),
+        constraints=rules.constraints,
         memory_bytes=10**15,
         time_limit_s=time_limit_s,
     )

@@ -12,8 +12,8 @@ from typing import Any
 
 from gplan.core import Plan, Profile
 from gplan.interop.planning import import_plan
-from gplan_profiler.analytic.decoder_config import Widths
-from gplan_profiler.analytic.decoder_profile import decoder_profile
+from gplan_profiler.analytic.decoder_config import Widths, load_decoder
+from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import load_hardware
 
 
@@ -33,7 +33,12 @@ class Published:
     @property
     def profile(self) -> Profile:
         """The computed profile of the model."""
-        return decoder_profile(self.model, load_hardware(self.hardware), widths=self.widths, settings=self.settings)
+        return DecoderProfile(
+            name=self.model,
+            decoder=load_decoder(self.model, self.settings),
+            widths=self.widths,
+            hardware=load_hardware(self.hardware),
+        ).profile((1,))
 
     def priced(self, *, time_limit_s: float = 10.0) -> Plan:
         """The layout as a plan, with the best for Megatron-LM as its first rival; memory is not limited."""

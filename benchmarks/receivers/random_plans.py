@@ -9,12 +9,13 @@ from functools import cache
 from itertools import pairwise
 
 import gplan
-from gplan.core import Plan, Stage
-from gplan.interop.receivers import RECEIVERS, indivisible, settings_problem
+from gplan.core import RECOMPUTE_MODES, Plan, Stage
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import indivisible, settings_problem
 from gplan.schedules.registry import make_schedule, num_stages_of
 from gplan.schedules.request import PipelineSetting
-from gplan_profiler.analytic.decoder_config import Widths
-from gplan_profiler.analytic.decoder_profile import decoder_profile
+from gplan_profiler.analytic.decoder_config import Widths, load_decoder
+from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.hardware import load_hardware
 
 _SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
@@ -53,7 +54,7 @@ def _random_plan(receiver: str, random_source: random.Random) -> Plan | None:
         schedule=schedule,
         num_devices=num_devices,
         num_microbatches=draw.choice([num_devices, 2 * num_devices, draw.randint(1, 3 * num_devices)]),
-        recompute=draw.choice([*rules.recompute]),
+        recompute=draw.choice([*(rules.recompute or RECOMPUTE_MODES)]),
     )
     has_prediction = rules.cuts == "decoder" and draw.random() < 0.3
     is_hugging_face = receiver == "automodel" or (receiver == "torchtitan" and draw.random() < 0.5)
@@ -76,7 +77,9 @@ def _takes_prediction(plan: Plan) -> bool:
 
 @cache
 def _template() -> Plan:
-    profile = decoder_profile("llama3-8b", load_hardware("h100"), widths=Widths(data=8))
+    profile = DecoderProfile(
+        name="llama3-8b", decoder=load_decoder("llama3-8b"), widths=Widths(data=8), hardware=load_hardware("h100")
+    ).profile((1,))
     return gplan.balance(profile, num_devices=1, num_microbatches=1, memory_bytes=10**15)
 
 

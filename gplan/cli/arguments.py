@@ -17,20 +17,6 @@ VERIFICATION_FILE = "gplan.verification.json"
 REPORT_FOLDER = "gplan-report"
 CHECKPOINTS = "gplan-checkpoints"
 
-RECEIVERS = (
-    "torchtitan",
-    "megatron",
-    "verl",
-    "automodel",
-    "nanotron",
-    "deepspeed",
-    "torchgpipe",
-    "pytorch",
-    "vllm",
-    "sglang",
-)
-"""The trainers that plans are made for, exported to and read from."""
-
 PATH: Any = click.Path(path_type=Path)
 
 
@@ -68,7 +54,7 @@ engine_option = click.option(
     help="torch: one process per device. virtual: one process computes everything, the devices are simulated.",
 )  # fmt: skip
 timeout_option = click.option(
-    "--timeout", cls=Advanced, default=120.0, show_default=True, metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
+    "--timeout", "timeout_s", cls=Advanced, default=120.0, show_default=True, metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
     help="Give up after this long without progress.",
 )  # fmt: skip
 

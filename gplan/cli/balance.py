@@ -12,7 +12,6 @@ from gplan.cli.arguments import (
     PATH,
     PLAN_FILE,
     PROFILE_FILE,
-    RECEIVERS,
     SCHEDULE_HELP,
     Advanced,
     Verb,
@@ -21,6 +20,7 @@ from gplan.cli.arguments import (
     schedule_named,
 )
 from gplan.cli.output import json_option, print_result, progress_bar
+from gplan.interop.receiver_table import RECEIVERS
 
 if TYPE_CHECKING:
     from gplan.core import Constraints
@@ -39,10 +39,9 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.command(cls=Verb)
 @click.argument("profile", default=PROFILE_FILE, type=PATH)
 @click.option("--k", "num_devices", metavar="N|auto", callback=_count, help="Devices in one pipeline.")
-@click.option("--devices", type=int, help="Devices in all: stages times replicas.  [--k is then auto]")
-@click.option(
-    "--microbatches", metavar="N|auto", callback=_count, help="Micro-batches per step.  [default: 4 K; auto if --k is]"
-)
+@click.option("--devices", "total_devices", type=int, help="Devices in all: stages times replicas.  [--k is then auto]")
+@click.option("--microbatches", "num_microbatches", metavar="N|auto", callback=_count,
+              help="Micro-batches per step.  [default: 4 K; auto if --k is]")  # fmt: skip
 @click.option("--microbatch-size", type=int, help="Samples per micro-batch.  [default: the largest profiled]")
 @click.option("--batch-size", type=int, help="Samples per step over all replicas, instead of --microbatch-size.")
 @click.option(
@@ -52,20 +51,15 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
               type=click.Choice(["never", "always", "except-last", "selected", "auto"]),
               help="Which activations to recompute instead of keeping them: never, always (whole stages), except-last (not for the last micro-batch), "
                    "selected (layers that the planner selects), or auto.")  # fmt: skip
-@click.option("--shard", default="none", show_default=True, metavar="WHAT", type=click.Choice(["none", "optimizer", "weights", "auto"]),
+@click.option("--shard", "sharding", default="none", show_default=True, metavar="WHAT", type=click.Choice(["none", "optimizer", "weights", "auto"]),
               help="What the replicas of a stage (--devices) divide among them: none, optimizer (its state: ZeRO-1), weights (these too: FSDP), or auto.")  # fmt: skip
 @memory_option("that of the profile or machine; no limit if it has none")
 @click.option("--minimize", cls=Advanced, default="step-time", show_default=True, metavar="GOAL", type=click.Choice(["step-time", "max-stage"]),
               help="step-time: the simulated step; max-stage: the slowest stage with its transfers.")  # fmt: skip
 @click.option("--solver", cls=Advanced, default="auto", show_default=True, metavar="NAME", type=click.Choice(["auto", "dp", "milp", "cbc"]),
               help="dp: dynamic programming with branch and bound; milp or cbc: a mixed-integer program by HiGHS or CBC; auto.")  # fmt: skip
-@click.option(
-    "--time-limit",
-    cls=Advanced,
-    type=float,
-    metavar="SECONDS",
-    help="Longest search.  [default: 10; with auto 18, --machine 20, MILP 60]",
-)
+@click.option("--time-limit", "time_limit_s", cls=Advanced, type=float, metavar="SECONDS",
+              help="Longest search.  [default: 10; with auto 18, --machine 20, MILP 60]")  # fmt: skip
 @click.option(
     "--machine", cls=Advanced, metavar="FILE", type=PATH, help="A TOML file with devices and links that differ."
 )
@@ -82,11 +76,8 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @output_option(PLAN_FILE)
 @json_option
 def balance(
-    profile: Path, num_devices: Any, devices: int | None, microbatches: Any, microbatch_size: int | None,
-    batch_size: int | None, schedule: str | None, recompute: Any, shard: str, memory_bytes: int | None, minimize: Any, solver: Any, time_limit: float | None,
-    machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...], pin: tuple[str, ...],
-    receiver: str | None, output: Path,
-    as_json: bool,
+    profile: Path, schedule: str | None, machine: Path | None, cut_after: tuple[str, ...], keep_together: tuple[str, ...],
+    pin: tuple[str, ...], receiver: str | None, output: Path, as_json: bool, **dials: Any,
 ) -> None:  # fmt: skip
     """Find and prove the best partition of a model's layers over K devices; options set to auto are searched.
 
@@ -110,22 +101,12 @@ def balance(
     known = json_files.load(Profile, profile)
     json_files.check_writable(output)
     rules = ForReceiver.of(receiver, known) if receiver is not None else None
-    schedule = schedule or (rules.default_schedule if rules is not None else "gpipe")
+    schedule = schedule or (rules.default_schedule() if rules is not None else "gpipe")
     request = PlanRequest(
-        num_devices=num_devices,
-        total_devices=devices,
-        sharding=shard,
-        num_microbatches=microbatches,
-        microbatch_size=microbatch_size,
-        batch_size=batch_size,
         schedule=schedule if schedule == "auto" else schedule_named(schedule),
-        recompute=recompute,
-        memory_bytes=memory_bytes,
-        minimize=minimize,
         constraints=_constraints(cut_after, keep_together, pin),
         machine=load_machine(machine, default_link=known.link) if machine is not None else None,
-        solver=solver,
-        time_limit_s=time_limit,
+        **dials,
     )
     if rules is not None:
         request = rules.applied(request)

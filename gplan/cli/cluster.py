@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,7 +17,7 @@ from gplan.cli.output import json_option, print_result, progress_bar
 @timeout_option
 @output_option(MACHINE_FILE)
 @json_option
-def cluster(device: str | None, timeout: float, output: Path, as_json: bool) -> None:
+def cluster(output: Path, as_json: bool, **options: Any) -> None:
     """Measure the devices of several hosts, the links within and between hosts, and collectives. Started by torchrun on
     all hosts at once; rank 0 writes the file that `gplan balance --machine` reads.
 
@@ -34,7 +35,7 @@ def cluster(device: str | None, timeout: float, output: Path, as_json: bool) -> 
     if is_main_process():
         check_writable(output)
     with progress_bar() as progress:
-        machine = api.cluster(device=device, timeout_s=timeout, progress=progress)
+        machine = api.cluster(**options, progress=progress)
     if is_main_process():
         save_machine(machine, output)
         print_result(machine, lambda: machine_view(machine), as_json=as_json, written=output)

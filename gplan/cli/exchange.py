@@ -12,7 +12,6 @@ from gplan.cli.arguments import (
     PATH,
     PLAN_FILE,
     PROFILE_FILE,
-    RECEIVERS,
     RUN_FILE,
     Verb,
     memory_option,
@@ -21,6 +20,7 @@ from gplan.cli.arguments import (
     schedule_named,
 )
 from gplan.cli.output import json_option, print_result
+from gplan.interop.receiver_table import RECEIVERS
 
 
 @click.command(cls=Verb)
@@ -144,7 +144,7 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
 @click.option(
     "--k", "num_devices", type=int, help="Devices in one pipeline.  [default: as the file says, or one a stage]"
 )
-@click.option("--microbatches", type=int, help="Micro-batches per step.  [default: 4 K]")
+@click.option("--microbatches", "num_microbatches", type=int, help="Micro-batches per step.  [default: 4 K]")
 @click.option("--microbatch-size", type=int, help="Samples per micro-batch.  [default: the largest profiled]")
 @click.option(
     "--schedule", metavar="NAME|FILE", help="The schedule.  [default: 1f1b, interleaved with several stages a device]"
@@ -155,9 +155,8 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
 @output_option(PLAN_FILE)
 @json_option
 def import_plan(
-    layout: str, receiver: str, profile_file: Path, num_devices: int | None, microbatches: int | None,
-    microbatch_size: int | None, schedule: str | None, recompute: Any, memory_bytes: int | None, output: Path, as_json: bool,
-) -> None:  # fmt: skip
+    layout: str, profile_file: Path, schedule: str | None, output: Path, as_json: bool, **options: Any
+) -> None:
     """Price the layout of another trainer by a profile, and compare it with the best one.
 
     \b
@@ -177,17 +176,8 @@ def import_plan(
     from gplan.reporting.text.plan import plan_view
 
     profile = json_files.load(Profile, profile_file)
-    plan = imported(
-        _text(layout),
-        profile,
-        receiver=receiver,
-        num_devices=num_devices,
-        num_microbatches=microbatches,
-        schedule=schedule_named(schedule) if schedule is not None else None,
-        microbatch_size=microbatch_size,
-        recompute=recompute,
-        memory_bytes=memory_bytes,
-    )
+    name = schedule_named(schedule) if schedule is not None else None
+    plan = imported(_text(layout), profile, schedule=name, **options)
     json_files.save(plan, output)
     print_result(plan, lambda: plan_view(plan), as_json=as_json, written=output)
 

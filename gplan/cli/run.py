@@ -52,8 +52,8 @@ from gplan.cli.output import json_option, print_result, progress_bar, warnings_n
 @output_option(RUN_FILE)
 @json_option
 def run(
-    model: str | None, plan_file: Path, engine: Any, steps: int, check: bool, seed: int, weights: Path | None,
-    save_every: int | None, checkpoints: Path, resume: str | None, profile_file: Path | None, timeout: float, output: Path, as_json: bool,
+    model: str | None, plan_file: Path, engine: Any, steps: int, resume: str | None, profile_file: Path | None,
+    output: Path, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Train with a plan and compare the measured step with the prediction. MODEL is by default the plan's own model file.
 
@@ -88,13 +88,8 @@ def run(
             engine=engine,
             profile=profile,
             num_steps=steps,
-            check=check,
-            seed=seed,
-            weights=weights,
-            save_every=save_every,
-            checkpoints=checkpoints,
             resume=None if resume is None else resume or True,
-            timeout_s=timeout,
+            **options,
             progress=lambda i, loss: progress(f"step {i + 1} of {steps}, loss {loss:.4f}", (i + 1) / steps),
         )
     if not is_main_process():

@@ -13,7 +13,6 @@ from gplan.cli.arguments import PATH, PLAN_FILE, SCHEDULE_HELP, Verb, schedule_n
 from gplan.cli.output import json_option, print_result
 
 if TYPE_CHECKING:
-    from gplan.core import Plan
     from gplan.simulation.schedule_trial import GivenCosts, Trial
 
     ScheduleTrial: TypeAlias = Callable[[str | None], Trial]
@@ -62,8 +61,10 @@ def simulate(
     with an order has one line per device, such as 0F0 0F1 0B0 0B1: stage, forward (F) or backward (B, or its halves I and
     W), micro-batch.
     """
+    from gplan.core import Plan
     from gplan.core.errors import UsageError
     from gplan.core.units import seconds_text
+    from gplan.files import json_files
     from gplan.reporting.text.steps import plain_text, trial_view, trials_view
     from gplan.schedules.custom import is_custom_order
     from gplan.schedules.registry import every_schedule, schedule_info
@@ -76,7 +77,10 @@ def simulate(
         if plan == Path(PLAN_FILE) and not plan.exists():
             raise UsageError(f"how many devices? give --k 4, or a plan; there is no {PLAN_FILE} here")
     time_text: Callable[[float], str] = plain_text if plan is None else seconds_text
-    loaded = None if plan is None else _load_plan(plan, num_devices, given)
+    loaded = None if plan is None else json_files.load(Plan, plan)
+    not_of_plan = next(iter(given), None) if num_devices is None else "k"
+    if plan is not None and not_of_plan is not None:
+        raise UsageError(f"{plan} has its own devices and costs; leave out --{not_of_plan}, or the plan")
 
     def trial_of(name: str | None) -> Trial:
         if loaded is not None:
@@ -95,17 +99,6 @@ def simulate(
     else:
         trial = trial_of(name)
         print_result(trial, lambda: trial_view(trial, time_text=time_text), as_json=as_json)
-
-
-def _load_plan(path: Path, num_devices: int | None, given: Mapping[str, str]) -> Plan:
-    from gplan.core import Plan
-    from gplan.core.errors import UsageError
-    from gplan.files import json_files
-
-    plan = json_files.load(Plan, path)
-    for option in (*(["k"] if num_devices is not None else []), *given):
-        raise UsageError(f"{path} has its own devices and costs; leave out --{option}, or the plan")
-    return plan
 
 
 def _given_trial(name: str, num_devices: int | None, microbatches: int | None, given: Mapping[str, str]) -> Trial:

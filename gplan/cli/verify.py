@@ -27,16 +27,13 @@ if TYPE_CHECKING:
 @click.argument("plan", default=PLAN_FILE, type=PATH)
 @profile_option
 @engine_option
-@click.option("--steps", default=8, show_default=True, help="Training steps of every run, 6 or more.")
-@click.option("--rounds", default=4, show_default=True, help="How often every plan is run.")
-@click.option("--rivals", type=int, metavar="N", help="At most this many rivals.  [default: all]")
+@click.option("--steps", "num_steps", default=8, show_default=True, help="Training steps of every run, 6 or more.")
+@click.option("--rounds", "num_rounds", default=4, show_default=True, help="How often every plan is run.")
+@click.option("--rivals", "num_rivals", type=int, metavar="N", help="At most this many rivals.  [default: all]")
 @timeout_option
 @output_option(VERIFICATION_FILE)
 @json_option
-def verify(
-    plan: Path, profile_file: Path, engine: Any, steps: int, rounds: int, rivals: int | None, timeout: float,
-    output: Path, as_json: bool,
-) -> None:  # fmt: skip
+def verify(plan: Path, profile_file: Path, output: Path, as_json: bool, **options: Any) -> None:
     """Run a plan and its rivals in turns, and compare the measurements with the predictions.
 
     \b
@@ -56,16 +53,7 @@ def verify(
     chosen, profile = json_files.load(Plan, plan), json_files.load(Profile, profile_file)
     json_files.check_writable(output)
     with progress_bar() as progress:
-        result = api.verify(
-            chosen,
-            profile,
-            engine=engine,
-            num_steps=steps,
-            num_rounds=rounds,
-            num_rivals=rivals,
-            timeout_s=timeout,
-            progress=progress,
-        )
+        result = api.verify(chosen, profile, progress=progress, **options)
     json_files.save(result, output)
     print_result(_summary(result), lambda: verification_view(result), as_json=as_json, written=output)
 

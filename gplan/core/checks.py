@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Literal, TypeAlias, get_args
@@ -41,12 +41,16 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 
-def check_not_negative(value: object, *fields: str) -> None:
-    """Each field is a finite number of 0 or more."""
+def _check(value: object, fields: Iterable[str], is_right: Callable[[float], bool], expected: str) -> None:
     for field in fields:
         number = getattr(value, field)
-        if not math.isfinite(number) or number < 0:
-            raise ValueError(f"{field} is {number!r}; expected a finite number of 0 or more")
+        if not is_right(number):
+            raise ValueError(f"{field} is {number!r}; expected {expected}")
+
+
+def check_not_negative(value: object, *fields: str) -> None:
+    """Each field is a finite number of 0 or more."""
+    _check(value, fields, lambda x: 0 <= x < math.inf, "a finite number of 0 or more")
 
 
 def check_amounts(value: object, *, signed: str = "") -> None:
@@ -66,10 +70,7 @@ def _amounts(kind: type) -> tuple[str, ...]:
 
 def check_positive(value: object, *fields: str) -> None:
     """Each field is a finite number above 0."""
-    for field in fields:
-        number = getattr(value, field)
-        if not math.isfinite(number) or number <= 0:
-            raise ValueError(f"{field} is {number!r}; expected a finite number above 0")
+    _check(value, fields, lambda x: 0 < x < math.inf, "a finite number above 0")
 
 
 def check_names(field: str, *names: str) -> None:
@@ -95,17 +96,12 @@ def check_factor(value: object, *fields: str) -> None:
 
 def check_slow_down(value: object, *fields: str) -> None:
     """Each field is a finite factor of 1 or more."""
-    for field in fields:
-        number = getattr(value, field)
-        if not 1.0 <= number < math.inf:
-            raise ValueError(f"{field} is {number!r}; expected a finite factor of 1 or more")
+    _check(value, fields, lambda x: 1 <= x < math.inf, "a finite factor of 1 or more")
 
 
 def check_share(value: object, *fields: str) -> None:
     """Each field is a number from 0 to 1."""
-    for field in fields:
-        if not 0 <= getattr(value, field) <= 1:
-            raise ValueError(f"{field} is {getattr(value, field)!r}; expected a share from 0 to 1")
+    _check(value, fields, lambda x: 0 <= x <= 1, "a share from 0 to 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

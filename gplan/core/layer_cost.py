@@ -7,10 +7,10 @@ is counted once, in the stash of the layer that produced it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gplan.core.checks import OperationKind, Origin, check_amounts, check_factor, check_positive, check_slow_down
 
@@ -187,25 +187,11 @@ class LayerCost:
 
     def corrected(self, *, forward: float, backward: float, recompute: float) -> LayerCost:
         """The costs with times multiplied by factors; all parts of the backward pass but recompute share one."""
-
-        def of_backward(timing: Timing | None) -> Timing | None:
-            return timing and timing.corrected(backward)
-
-        return replace(
-            self,
-            forward=self.forward.corrected(forward),
-            backward=self.backward.corrected(backward),
-            recompute=self.known_recompute.corrected(recompute),
-            last_recompute=self.last_recompute and self.last_recompute.corrected(recompute),
-            first_backward=of_backward(self.first_backward),
-            input_gradient=of_backward(self.input_gradient),
-            weight_gradient=of_backward(self.weight_gradient),
-            host_forward=self.host_forward and self.host_forward.corrected(forward),
-            host_backward=of_backward(self.host_backward),
-            host_recompute=self.host_recompute and self.host_recompute.corrected(recompute),
-            host_input_gradient=of_backward(self.host_input_gradient),
-            host_weight_gradient=of_backward(self.host_weight_gradient),
-        )
+        factors = {**dict.fromkeys(TIMINGS, backward), "forward": forward, "host_forward": forward}
+        factors |= dict.fromkeys(("recompute", "last_recompute", "host_recompute"), recompute)
+        known = {x: getattr(self, x) for x in TIMINGS} | {"recompute": self.known_recompute}
+        timings: dict[str, Any] = {x: t.corrected(factors[x]) for x, t in known.items() if t is not None}
+        return replace(self, **timings)
 
     @property
     def on_host(self) -> LayerCost:
@@ -264,6 +250,10 @@ class LayerCost:
     def workspace_bytes(self) -> int:
         """The larger of the transient peaks of forward and backward."""
         return max(self.forward_workspace_bytes, self.backward_workspace_bytes)
+
+
+TIMINGS = tuple(x.name for x in fields(LayerCost) if str(x.type).startswith("Timing"))
+"""Names of a layer's times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

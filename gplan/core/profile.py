@@ -117,16 +117,17 @@ class ReplicaShare:
     updated_bytes: int  # of gradients that this replica's optimizer uses
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sharable:
-    """Properties that layers and shared weights have for the replicas that may divide them."""
+    """What layers and shared weights have alike, also for the replicas that may divide them."""
 
-    __slots__ = ()
     name: str
-    weight_bytes: int
-    gradient_bytes: int
-    parameters: tuple[ParameterSize, ...]
-    share: ReplicaShare | None
-    update_s: float | None
+    num_parameters: int
+    weight_bytes: int  # parameters and buffers
+    gradient_bytes: int  # of trained parameters
+    parameters: tuple[ParameterSize, ...] = ()  # its own, of a shared weight one; none: not known
+    share: ReplicaShare | None = None  # of one of several replicas; None: all of it
+    update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     @property
     def gathered_bytes(self) -> int:
@@ -167,17 +168,10 @@ class Sharable:
 class Layer(Sharable):
     """A unit of the model as its author wrote it, or one operation. Shared weights are not included."""
 
-    name: str
     kind: str  # its class
-    num_parameters: int
-    weight_bytes: int  # parameters and buffers
-    gradient_bytes: int  # of trained parameters
     costs: tuple[LayerCost, ...]  # by rising micro-batch size
     same_as: int | None = None  # the layer of equal structure that was measured instead; None: measured itself
     largest_trained_bytes: int = 0  # of the largest trained parameter tensor
-    parameters: tuple[ParameterSize, ...] = ()  # its own; none: not known
-    share: ReplicaShare | None = None  # of one of several replicas; None: all of it
-    update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     def __post_init__(self) -> None:
         check_names("name", self.name)
@@ -190,14 +184,7 @@ class Layer(Sharable):
 class SharedWeight(Sharable):
     """A parameter used by several layers; each stage with any of them has one copy."""
 
-    name: str
     layers: tuple[int, ...]  # in order, each once
-    num_parameters: int
-    weight_bytes: int
-    gradient_bytes: int
-    parameters: tuple[ParameterSize, ...] = ()  # one; none: not known
-    share: ReplicaShare | None = None  # of one of several replicas; None: all of it
-    update_s: float | None = None  # of an update: zero_grad and optimizer; None: not known
 
     def __post_init__(self) -> None:
         check_names("name", self.name)
@@ -354,19 +341,13 @@ class Profile:
     def one_stage_s(self, index: int) -> tuple[float, float]:
         """Seconds of forward and of backward of the whole model as one stage, at the size with this index."""
         costs = self.costs_at(index)
-        forward_s, backward_s = (sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs))
-        if self.has_host:
-            hosts = [x.on_host for x in costs]
-            forwards = [
-                Enqueued(y.forward.median_s, x.forward.median_s, x.forward_waits)
-                for x, y in zip(costs, hosts, strict=True)
-            ]
-            backwards = [
-                Enqueued(y.backward.median_s, x.backward.median_s, x.backward_waits)
-                for x, y in zip(costs, hosts, strict=True)
-            ]
-            forward_s, backward_s = both_done_s(forwards), both_done_s(reversed(backwards))
-        return self.overhead_s + forward_s, self.overhead_s + backward_s
+        if not self.has_host:
+            forward_s, backward_s = sum(x.forward.median_s for x in costs), sum(x.backward.median_s for x in costs)
+            return self.overhead_s + forward_s, self.overhead_s + backward_s
+        pairs = [(x, x.on_host) for x in costs]
+        forwards = [Enqueued(y.forward.median_s, x.forward.median_s, x.forward_waits) for x, y in pairs]
+        backwards = [Enqueued(y.backward.median_s, x.backward.median_s, x.backward_waits) for x, y in reversed(pairs)]
+        return self.overhead_s + both_done_s(forwards), self.overhead_s + both_done_s(backwards)
 
     @property
     def has_host(self) -> bool:
@@ -467,10 +448,16 @@ class Profile:
         if list(order) == list(range(num_layers)):
             return self
         positions = {layer: i for i, layer in enumerate(order)} | {num_layers: num_layers}  # L: the model's output
-        layers = [_renumbered(self.layers[i], i, positions) for i in order]
+
+        def renumbered(index: int, layer: Layer) -> Layer:
+            """The layer with its leftovers counted in the new order."""
+            costs = (x.renumbered(lambda later: positions[index + later] - positions[index]) for x in layer.costs)
+            same_as = None if layer.same_as is None else positions[layer.same_as]
+            return replace(layer, costs=tuple(costs), same_as=same_as)
+
         return replace(
             self,
-            layers=tuple(x if x.same_as is None else replace(x, same_as=positions[x.same_as]) for x in layers),
+            layers=tuple(renumbered(i, self.layers[i]) for i in order),
             shared_weights=tuple(
                 replace(x, layers=tuple(sorted(positions[i] for i in x.layers))) for x in self.shared_weights
             ),
@@ -512,12 +499,6 @@ class Profile:
                 raise ValueError(
                     f"{of} has sizes at {found} samples; expected {self.microbatch_sizes} as the layers have"
                 )
-
-
-def _renumbered(layer: Layer, index: int, positions: Mapping[int, int]) -> Layer:
-    """The layer with its leftovers counted in the new order."""
-    costs = tuple(x.renumbered(lambda num_later: positions[index + num_later] - positions[index]) for x in layer.costs)
-    return replace(layer, costs=costs)
 
 
 def group_equal(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:

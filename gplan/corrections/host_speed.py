@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import hypot
 
-from gplan.core import HostLoad, Profile, Timing
+from gplan.core import HostLoad, Profile
 from gplan.core.layer_cost import quartiles_median_error
 
 _LEAST_READINGS = 5
@@ -21,6 +21,7 @@ def speed_ratio(profile: HostLoad | None, run: HostLoad | None) -> tuple[float, 
 
     None where either was not read, as on a GPU, or fewer than five times.
 
+    >>> from gplan.core import Timing
     >>> once = HostLoad(yardstick=Timing(median_s=1.0, low_s=0.9, high_s=1.17, num_samples=100))
     >>> twice = HostLoad(yardstick=Timing.exactly(2.0)), HostLoad(yardstick=once.yardstick.times(2.0))
     >>> speed_ratio(once, twice[0]), [round(x, 3) for x in speed_ratio(once, twice[1])]
@@ -50,10 +51,6 @@ def few_readings_notes(run: HostLoad | None) -> tuple[str, ...]:
 
 def at_host_speed(profile: Profile, ratio: float) -> Profile:
     """The profile of a host on which all work takes `ratio` times as long, messages between its processes included."""
-
-    def longer(timing: Timing) -> Timing:
-        return timing.corrected(ratio)
-
     engine = profile.engine and replace(
         profile.engine,
         action_s=ratio * profile.engine.action_s,
@@ -65,7 +62,8 @@ def at_host_speed(profile: Profile, ratio: float) -> Profile:
         step=profile.step.corrected(ratio),
         overhead_s=ratio * profile.overhead_s,
         whole_model=tuple(
-            replace(x, forward=longer(x.forward), backward=longer(x.backward)) for x in profile.whole_model
+            replace(x, forward=x.forward.corrected(ratio), backward=x.backward.corrected(ratio))
+            for x in profile.whole_model
         ),
         link=profile.link.times(ratio),
         engine=engine,

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 from gplan.core.errors import UsageError
-from gplan.core.layer_cost import LayerCost, Leftover, Lifetime, Timing
+from gplan.core.layer_cost import TIMINGS, LayerCost, Leftover, Lifetime, Timing
 from gplan.core.profile import Profile, ValueCost
 
 _NUMBERS = tuple(x.name for x in fields(LayerCost) if x.name.endswith("_bytes"))
 _FACTORS = tuple(x.name for x in fields(LayerCost) if x.type == "float")
-_TIMINGS = tuple(x.name for x in fields(LayerCost) if str(x.type).startswith("Timing"))
 
 
 def at_microbatch_size(profile: Profile, microbatch_size: int) -> Profile:
@@ -69,7 +68,7 @@ def _between(low: LayerCost, high: LayerCost, microbatch_size: int) -> LayerCost
     share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
     pairs = {x: (getattr(low, x), getattr(high, x)) for x in _NUMBERS}
     numbers = {x: round(_mixed(*pair, share)) for x, pair in pairs.items() if None not in pair}
-    timings = {x: _timing_between(getattr(low, x), getattr(high, x), share) for x in _TIMINGS}
+    timings = {x: _timing_between(getattr(low, x), getattr(high, x), share) for x in TIMINGS}
     return LayerCost(
         microbatch_size=microbatch_size,
         forward_waits=low.forward_waits or high.forward_waits,

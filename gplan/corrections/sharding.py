@@ -16,11 +16,11 @@ gather takes longer than computing counts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import TypeVar
 
-from gplan.core import Layer, LayerCost, Link, Profile, Sharding, SharedWeight, Timing
+from gplan.core import Layer, LayerCost, Profile, Sharding, SharedWeight, Timing
 from gplan.core.checks import CollectiveKind
 from gplan.core.profile import ParameterSize, ReplicaShare
 
@@ -45,13 +45,20 @@ def sharded(profile: Profile, *, num_replicas: int, sharding: Sharding) -> Profi
 
     layers, shared_weights = [divided(x) for x in profile.layers], [divided(x) for x in profile.shared_weights]
     if sharding == "weights":
-        ring = _Ring(link=profile.link, num_replicas=num_replicas, overlaps=profile.device.kind != "cpu")
         gathered = [x.gathered_bytes for x in layers]
         for weight in shared_weights:
             for user in weight.layers:
                 gathered[user] += weight.gathered_bytes
         before = accumulate(gathered, lambda found, x: x or found, initial=0)
-        layers = [ring.gathering(*x) for x in zip(layers, gathered, before, strict=False)]
+        seconds, overlaps = (
+            profile.link.collectives_s("all_gather", gathered, num_replicas),
+            profile.device.kind != "cpu",
+        )
+        each = list(zip(gathered, before, map(float, seconds), strict=False))
+        layers = [
+            replace(layer, costs=tuple(_gathering(cost, *x, overlaps=overlaps) for cost in layer.costs))
+            for layer, x in zip(layers, each, strict=True)
+        ]
     return replace(profile, layers=tuple(layers), shared_weights=tuple(shared_weights))
 
 
@@ -110,40 +117,32 @@ def _divided(held: Held, num_replicas: int, sharding: Sharding, *, in_place: boo
     return replace(held, weight_bytes=weight_bytes, share=share, largest_trained_bytes=max(largest, default=0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ring:
-    """The replicas of a layer, which gather its parameters."""
+def _gathering(cost: LayerCost, num_bytes: int, before_bytes: int, gather_s: float, *, overlaps: bool) -> LayerCost:
+    """A layer that is gathered whenever it runs, in `gather_s` seconds; `before_bytes` are those of the one gathered before.
 
-    link: Link
-    num_replicas: int
-    overlaps: bool  # whether devices compute meanwhile
+    `overlaps`: whether devices compute meanwhile.
+    """
 
-    def gathering(self, layer: Layer, num_bytes: int, before_bytes: int) -> Layer:
-        """A layer that is gathered whenever it runs; `before_bytes` are those of the one gathered before."""
-        gather_s = float(self.link.collectives_s("all_gather", num_bytes, self.num_replicas))
-        return replace(layer, costs=tuple(self._cost(x, gather_s, num_bytes, before_bytes) for x in layer.costs))
+    def longer(timing: Timing) -> Timing:
+        return timing.plus(max(0.0, gather_s - (timing.median_s if overlaps else 0.0)))
 
-    def _cost(self, cost: LayerCost, gather_s: float, num_bytes: int, before_bytes: int) -> LayerCost:
-        def longer(timing: Timing) -> Timing:
-            return timing.plus(max(0.0, gather_s - (timing.median_s if self.overlaps else 0.0)))
+    def longer_if(timing: Timing | None) -> Timing | None:
+        return timing and longer(timing)
 
-        def longer_if(timing: Timing | None) -> Timing | None:
-            return timing and longer(timing)
-
-        message_bytes, before_bytes = (num_bytes or before_bytes, before_bytes) if self.overlaps else (0, 0)
-        made_bytes = before_bytes + 2 * num_bytes - cost.stash_bytes  # before the forward
-        running_bytes = num_bytes + before_bytes + cost.backward_workspace_bytes
-        return replace(
-            cost,
-            forward=longer(cost.forward),
-            backward=longer(cost.backward),
-            recompute=longer(cost.known_recompute),
-            last_recompute=longer_if(cost.last_recompute),
-            first_backward=longer_if(cost.first_backward),
-            input_gradient=longer_if(cost.input_gradient),
-            # the first half of a backward gathers; without one the second does
-            weight_gradient=cost.weight_gradient if cost.input_gradient else longer_if(cost.weight_gradient),
-            forward_workspace_bytes=max(message_bytes + num_bytes + cost.forward_workspace_bytes, made_bytes),
-            backward_workspace_bytes=max(2 * num_bytes, running_bytes),
-            gathering_bytes=max(0, 2 * num_bytes - running_bytes),
-        )
+    message_bytes, before_bytes = (num_bytes or before_bytes, before_bytes) if overlaps else (0, 0)
+    made_bytes = before_bytes + 2 * num_bytes - cost.stash_bytes  # before the forward
+    running_bytes = num_bytes + before_bytes + cost.backward_workspace_bytes
+    return replace(
+        cost,
+        forward=longer(cost.forward),
+        backward=longer(cost.backward),
+        recompute=longer(cost.known_recompute),
+        last_recompute=longer_if(cost.last_recompute),
+        first_backward=longer_if(cost.first_backward),
+        input_gradient=longer_if(cost.input_gradient),
+        # the first half of a backward gathers; without one the second does
+        weight_gradient=cost.weight_gradient if cost.input_gradient else longer_if(cost.weight_gradient),
+        forward_workspace_bytes=max(message_bytes + num_bytes + cost.forward_workspace_bytes, made_bytes),
+        backward_workspace_bytes=max(2 * num_bytes, running_bytes),
+        gathering_bytes=max(0, 2 * num_bytes - running_bytes),
+    )

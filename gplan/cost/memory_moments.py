@@ -35,7 +35,7 @@ from gplan.core import ActionKind, RecomputeMode, Schedule, StageMemory, is_reco
 from gplan.core.plan import StageBytes
 from gplan.cost.part_table import PARTS, rows_of
 from gplan.graph.down_sets import Bools, Ints
-from gplan.schedules.in_flight import NUM_WARMUP
+from gplan.schedules.one_f_one_b import NUM_WARMUP
 from gplan.schedules.registry import make_schedule
 from gplan.schedules.transfers import RECEIVES_AHEAD, receives, sends
 

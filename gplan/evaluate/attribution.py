@@ -156,21 +156,6 @@ class Attribution:
         return parts, self.error_s - sum(x.seconds for x in parts)
 
 
-def _slowed(times: StepTimes, ratio: float, *, engine: str) -> StepTimes:
-    """The predicted times where all work takes `ratio` times as long.
-
-    The virtual engine takes transfers and its own cost as planned, whatever the speed.
-    """
-    on_host = 1.0 if engine == "virtual" else ratio
-    return replace(
-        times,
-        durations={action: ratio * x for action, x in times.durations.items()},
-        gaps={kind: on_host * x for kind, x in times.gaps.items()},
-        transfers={kind: on_host * x for kind, x in times.transfers.items()},
-        tails=tuple(ratio * x for x in times.tails),
-    )
-
-
 def attribute_error(run: Run) -> Attribution | None:
     """The parts of the error of a run's step, for every schedule and both engines; O(K^2 M).
 
@@ -186,7 +171,15 @@ def attribute_error(run: Run) -> Attribution | None:
     if speed is not None and speed.is_certain:
         drift_s = speed.step_s - simulate(plan).step_s
         host_parts.append(ErrorPart(cause=ErrorCause.HOST_SPEED, stage=None, seconds=drift_s))
-        predicted = _slowed(predicted, speed.ratio, engine=run.engine)
+        # The virtual engine takes transfers and its own cost as planned, whatever the speed.
+        ratio, on_host = speed.ratio, 1.0 if run.engine == "virtual" else speed.ratio
+        predicted = replace(
+            predicted,
+            durations={action: ratio * x for action, x in predicted.durations.items()},
+            gaps={kind: on_host * x for kind, x in predicted.gaps.items()},
+            transfers={kind: on_host * x for kind, x in predicted.transfers.items()},
+            tails=tuple(ratio * x for x in predicted.tails),
+        )
     means = timeline.mean_durations(plan.recompute)
     changes: dict[ErrorCause, dict[str, object]] = {
         ErrorCause.COMPUTE: {"durations": means},

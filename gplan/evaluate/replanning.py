@@ -63,16 +63,11 @@ def why_not_replannable(plan: Plan) -> str:
 
 def replan(profile: Profile, setting: PlanSettings, *, time_limit_s: float = TIME_LIMIT_S) -> Plan:
     """The best plan of a setting; raises UsageError or NoPlanError, as `balance` does, where there is none."""
-    return best_plan(_problem(profile, setting), time_limit_s=time_limit_s)
+    return best_plan(problem_of(profile, setting), time_limit_s=time_limit_s)
 
 
 def problem_of(profile: Profile, setting: PlanSettings) -> Problem:
-    """The problem of a setting with the layers in the profile's order, without the setting's constraints."""
-    return _problem(profile, replace(setting, constraints=Constraints()))
-
-
-def _problem(profile: Profile, setting: PlanSettings) -> Problem:
-    """Only the setting limits the memory, not the profile's device."""
+    """The problem of a setting. Only the setting limits the memory, not the profile's device."""
     return balance.problem_of(profile, PlanRequest(**{x.name: getattr(setting, x.name) for x in fields(setting)}))
 
 
@@ -81,7 +76,7 @@ def plan_with_cuts(profile: Profile, setting: PlanSettings, cuts: Sequence[int])
     bounds = pairwise((0, *cuts, len(profile.layers)))
     stages = tuple(tuple(range(first, end)) for first, end in bounds)
     solution = Solution(stages=stages, lower_bound_s=0.0, solver="given")
-    return price(problem_of(profile, setting), solution, solve_s=0.0)
+    return price(problem_of(profile, replace(setting, constraints=Constraints())), solution, solve_s=0.0)
 
 
 def reprice(plan: Plan, profile: Profile, *, engine: str) -> Plan:
@@ -109,25 +104,16 @@ def for_one_process(plan: Plan, profile: Profile | None) -> Plan:
     )  # fmt: skip
 
 
-def memory_excess(plan: Plan) -> str:
-    """Which stage or device exceeds the plan's memory limit, and by how much; "" where none does."""
+def plan_within_memory(profile: Profile, setting: PlanSettings, cuts: Sequence[int]) -> Plan:
+    """As `plan_with_cuts`; raises NoPlanError where a stage or device exceeds the memory limit, and by how much."""
+    plan = plan_with_cuts(profile, setting, cuts)
     limit, peak_bytes = plan.memory_limit_bytes, plan.peak_bytes
     if limit is None or peak_bytes <= limit:
-        return ""
+        return plan
     condition = ", whichever layers it recomputes" if plan.recompute == "selected" else ""
     device = plan.device_peak_bytes.index(peak_bytes)
-    is_alone = plan.num_devices == plan.num_stages
-    where = f"stage {plan.stages_of(device)[0].index}" if is_alone else f"device {device}"
-    needed = f"{where} needs {bytes_text(peak_bytes)}{condition}"
-    return f"{needed}; expected at most {bytes_text(limit)}"
-
-
-def plan_within_memory(profile: Profile, setting: PlanSettings, cuts: Sequence[int]) -> Plan:
-    """As `plan_with_cuts`; raises NoPlanError where the plan exceeds the memory limit."""
-    plan = plan_with_cuts(profile, setting, cuts)
-    if reason := memory_excess(plan):
-        raise NoPlanError(reason)
-    return plan
+    where = f"device {device}" if plan.has_chunks else f"stage {plan.stages_of(device)[0].index}"
+    raise NoPlanError(f"{where} needs {bytes_text(peak_bytes)}{condition}; expected at most {bytes_text(limit)}")
 
 
 def with_link_times(profile: Profile, factor: float) -> Profile:

@@ -11,7 +11,7 @@ profile; only for a plan on different devices, whose speeds are in no other plac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gplan.core import BACKWARD_KINDS, ActionKind, LayerCost, Plan, Profile, Run, is_recomputed
 from gplan.core.errors import FileError
@@ -22,20 +22,6 @@ from gplan.simulation.simulator import simulate
 _MOST_OVERHEAD = 0.5  # of the shortest action
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Factors:
-    """The measured over the profiled times of a stage's layers."""
-
-    forward: float
-    backward: float
-    recomputes: bool  # whether the measured backwards ran their forward again
-
-    def scaled(self, cost: LayerCost) -> LayerCost:
-        """The costs of a layer with its times multiplied."""
-        again = self.backward if self.recomputes else self.forward
-        return cost.corrected(forward=self.forward, backward=self.backward, recompute=again)
-
-
 def retime_profile(profile: Profile, *, run: Run) -> Profile:
     """The profile of the run's plan, scaled to the run's times; raises FileError for another model's profile."""
     plan = run.plan
@@ -44,10 +30,17 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
     factors, overhead_s = _factors_of_stages(profile, predicted, run)
     stage_of = {name: stage.index for stage in plan.stages for name in stage.layer_names}
     stages = [stage_of[layer.name] for layer in profile.layers]
+    recomputes = is_recomputed(0, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
+
+    def scaled(costs: tuple[LayerCost, ...], stage: int) -> tuple[LayerCost, ...]:
+        forward, backward = factors[stage]
+        again = backward if recomputes else forward  # the measured backwards ran their forward again
+        return tuple(x.corrected(forward=forward, backward=backward, recompute=again) for x in costs)
+
     layers = tuple(
         replace(
             layer,
-            costs=tuple(map(factors[stage].scaled, layer.costs)),
+            costs=scaled(layer.costs, stage),
             same_as=layer.same_as if layer.same_as is not None and stages[layer.same_as] == stage else None,
         )
         for layer, stage in zip(profile.layers, stages, strict=True)
@@ -55,7 +48,7 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
     measured_s = sum(map(run.timeline.update_s, range(plan.num_devices)))
     predicted_s = sum(cost.optimizer_s for cost in predicted.stage_costs)
     has_update = measured_s > 0 and predicted_s > 0 and plan.num_replicas == 1  # replicas reduce gradients in it
-    factors_text = ", ".join(f"stage {i} x{x.forward:.2f} and x{x.backward:.2f}" for i, x in enumerate(factors))
+    factors_text = ", ".join(f"stage {i} x{x:.2f} and x{y:.2f}" for i, (x, y) in enumerate(factors))
     note = (
         f"times scaled stage by stage (forward, backward) to what {run.num_counted} steps of a run measured with "
         f"micro-batches of {plan.microbatch_size}: {factors_text}; within a stage the layers' proportions are as profiled"
@@ -63,7 +56,7 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
     return replace(
         profile,
         layers=layers,
-        loss=tuple(map(factors[-1].scaled, profile.loss)),
+        loss=scaled(profile.loss, -1),
         step=profile.step.corrected(measured_s / predicted_s) if has_update else profile.step,
         overhead_s=overhead_s,
         whole_model=(),  # it was not measured in one piece at these times
@@ -73,9 +66,10 @@ def retime_profile(profile: Profile, *, run: Run) -> Profile:
     )
 
 
-def _factors_of_stages(profile: Profile, predicted: Plan, run: Run) -> tuple[list[Factors], float]:
-    """The factors of each stage of the plan with the profile's costs, and the overhead of a stage beside its layers."""
-    plan, timeline = run.plan, simulate(predicted)
+def _factors_of_stages(profile: Profile, predicted: Plan, run: Run) -> tuple[list[tuple[float, float]], float]:
+    """The factors of forwards and backwards of each stage of the plan with the profile's costs, and the overhead of a stage
+    beside its layers."""
+    timeline = simulate(predicted)
     means = []
     for stage in predicted.stages:
         forward_s = run.timeline.mean_s(ActionKind.FORWARD, stage=stage.index)
@@ -88,17 +82,15 @@ def _factors_of_stages(profile: Profile, predicted: Plan, run: Run) -> tuple[lis
         means.append((forward_s, backward_s, timeline.actions_per_microbatch(*BACKWARD_KINDS, stage=stage.index)))
     shortest_s = min(min(forward_s, backward_s / max(1.0, num_calls)) for forward_s, backward_s, num_calls in means)
     overhead_s = min(profile.overhead_s, _MOST_OVERHEAD * shortest_s)
-    recomputes = is_recomputed(0, num_microbatches=plan.num_microbatches, recompute=plan.recompute)
 
     def factor(measured_s: float, predicted_s: float, num_calls: float) -> float:
         net_s = predicted_s - num_calls * profile.overhead_s
         return max(0.0, measured_s - num_calls * overhead_s) / net_s if net_s > 0 else 1.0
 
     factors = [
-        Factors(
-            forward=factor(forward_s, predicted.stage_costs[k].forward_s, 1.0),
-            backward=factor(backward_s, timeline.mean_s(*BACKWARD_KINDS, stage=k), num_calls),
-            recomputes=recomputes,
+        (
+            factor(forward_s, predicted.stage_costs[k].forward_s, 1.0),
+            factor(backward_s, timeline.mean_s(*BACKWARD_KINDS, stage=k), num_calls),
         )
         for k, (forward_s, backward_s, num_calls) in enumerate(means)
     ]

@@ -53,27 +53,14 @@ def verify(
     """
     check_counts(num_rounds, num_steps, num_rivals)
     rivals = rivals_of(plan, profile, num_rivals=num_rivals)
-    rounds = run_rounds(rivals.plans, runner, num_rounds=num_rounds, progress=progress)
-    notes, chosen = list(rivals.notes), rounds.contenders[0]
-    extent = "the whole rounds so far" if len(chosen.steps_s) > 1 else "the first round"
-    if rounds.is_interrupted:
-        notes.append(f"interrupted: the results are of {extent}")
-    if rounds.failure:
-        notes.append(f"the plan failed in a later round, so the results are of {extent}: {rounds.failure}")
-    if rounds.disturbed:
-        load = largest_load([x.host_load for x in rounds.disturbed if x.host_load is not None])
-        quiet = " when the machine is quiet" if load is not None and load.is_evidence else ""
-        notes.append(
-            f"{counted(len(rounds.disturbed), 'run')} counted although more than half of the steps were "
-            f"{interruption_text(load)}; verify again{quiet}"
-        )
+    contenders, left_out, notes = run_rounds(rivals.plans, runner, num_rounds=num_rounds, progress=progress)
     return Verification(
         engine=engine,
-        contenders=rounds.contenders,
-        left_out=(*rivals.left_out, *rounds.left_out),
+        contenders=contenders,
+        left_out=(*rivals.left_out, *left_out),
         num_steps=num_steps,
         created=now_text(),
-        notes=tuple(dict.fromkeys([*notes, *chosen.run.notes])),
+        notes=tuple(dict.fromkeys([*rivals.notes, *notes, *contenders[0].run.notes])),
     )
 
 
@@ -89,25 +76,16 @@ def check_counts(num_rounds: int, num_steps: int, num_rivals: int | None) -> Non
         raise UsageError(f"asked for {num_rivals} rivals; expected 0 or more")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundResults:
-    """The measurements of all rounds."""
-
-    contenders: tuple[Contender, ...]
-    left_out: tuple[LeftOut, ...]
-    is_interrupted: bool = False
-    failure: str = ""  # of the first plan, where that ended the rounds
-    disturbed: tuple[Run, ...] = ()  # runs whose processes lost their cores in more than half of the settled steps
-
-
-def run_rounds(plans: Mapping[str, Plan], runner: Runner, *, num_rounds: int, progress: Progress) -> RoundResults:
-    """Run every plan `num_rounds` times, in turns.
+def run_rounds(
+    plans: Mapping[str, Plan], runner: Runner, *, num_rounds: int, progress: Progress
+) -> tuple[tuple[Contender, ...], list[LeftOut], list[str]]:
+    """Run every plan `num_rounds` times, in turns; return what was measured, what was left out, and notes on the rounds.
 
     Every plan gets its complete rounds, at least the first; a failed one the rounds that it has. Raises the runner's
     error where the first plan fails before a round is complete, and KeyboardInterrupt where even that plan has no run.
     """
     runs: list[list[Run]] = [[] for _ in plans]
-    failed, left_out, is_interrupted, failure = set[int](), list[LeftOut](), False, ""
+    failed, left_out, ended = set[int](), list[LeftOut](), ""
     labels, forth = list(plans), range(len(plans))
     try:
         for number, i in ((n, i) for n in range(num_rounds) for i in (forth[::-1] if n % 2 else forth)):
@@ -126,11 +104,11 @@ def run_rounds(plans: Mapping[str, Plan], runner: Runner, *, num_rounds: int, pr
     except KeyboardInterrupt:
         if not runs[0]:
             raise KeyboardInterrupt("no plan had been run to its end, so there is no verification") from None
-        is_interrupted = True
+        ended = "interrupted: the results are of {}"
     except GplanError as error:
         if not all(own or i in failed for i, own in enumerate(runs)):
             raise
-        failure = str(error)
+        ended = f"the plan failed in a later round, so the results are of {{}}: {error}"
     num_complete = max(1, min(len(own) for i, own in enumerate(runs) if i not in failed))
     runs = [own[:num_complete] for own in runs]
     never = (label for i, label in enumerate(labels) if not runs[i] and i not in failed)
@@ -141,13 +119,17 @@ def run_rounds(plans: Mapping[str, Plan], runner: Runner, *, num_rounds: int, pr
         if own:
             typical = min(own, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s)))
             contenders.append(Contender(label=label, run=typical, steps_s=steps_s))
-    return RoundResults(
-        contenders=tuple(contenders),
-        left_out=tuple(left_out),
-        is_interrupted=is_interrupted,
-        failure=failure,
-        disturbed=tuple(x for own in runs for x in own if x.num_disturbed > _MOST_DISTURBED * x.num_settled),
+    notes = (
+        [ended.replace("{}", "the whole rounds so far" if num_complete > 1 else "the first round", 1)] if ended else []
     )
+    if disturbed := [x for own in runs for x in own if x.num_disturbed > _MOST_DISTURBED * x.num_settled]:
+        load = largest_load([x.host_load for x in disturbed if x.host_load is not None])
+        quiet = " when the machine is quiet" if load is not None and load.is_evidence else ""
+        notes.append(
+            f"{counted(len(disturbed), 'run')} counted although more than half of the steps were {interruption_text(load)}; "
+            f"verify again{quiet}"
+        )
+    return tuple(contenders), left_out, notes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,14 @@ from itertools import accumulate, pairwise
 from gplan.core import Profile
 from gplan.core.errors import UsageError
 from gplan.interop.export.module_lists import ROTARY
-from gplan.interop.receivers import RECEIVERS, check_granularity, child_name, decoder_of, modules_of
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import check_granularity, child_name, decoder_of, modules_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """A partition of a profile as a receiver has it."""
 
-    receiver: str
     cuts: tuple[int, ...]  # the first layer of each stage but stage 0
     num_devices: int | None  # K, where the text says it
 
@@ -54,7 +54,7 @@ def read_layout(text: str, profile: Profile, *, receiver: str) -> Layout:
         r"pipeline_(?:model_)?parallel_(?:size|degree)[=\s]+(\d+)|num_stages\W+(\d+)", text.replace("-", "_")
     )
     num_devices = int(size[1] or size[2]) if size else None
-    return Layout(receiver=receiver, cuts=tuple(ends[:-1]), num_devices=num_devices)
+    return Layout(cuts=tuple(ends[:-1]), num_devices=num_devices)
 
 
 # Megatron-LM and verl

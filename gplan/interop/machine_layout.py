@@ -11,14 +11,14 @@ import numpy as np
 from gplan.core import Link
 from gplan.core.errors import UsageError
 from gplan.core.units import parse_network
-from gplan.interop.planning import best_for_receiver
 from gplan.interop.receivers import receiver_named
 from gplan.interop.width_choices import Choice, check_num_stages
 from gplan.interop.width_search import ChosenWidths, PlannedChoice, WidthSearch
 from gplan.partition.even_cuts import EvenCut
 from gplan.schedules.registry import default_num_microbatches
+from gplan.strategy_search.planner import plan as best_plan
 from gplan_profiler.analytic.decoder_config import ORDER, Widths, load_decoder, parse_settings
-from gplan_profiler.analytic.decoder_profile import check_widths, num_parameters
+from gplan_profiler.analytic.decoder_profile import check_divisions, num_parameters
 from gplan_profiler.analytic.hardware import load_hardware
 
 DIALS = ("tensor", "context", "expert", "data", "num_devices", "num_chunks", "microbatch_size", "recompute")
@@ -111,7 +111,8 @@ def _of_given_widths(
     widths = Widths(
         **given, expert_tensor=expert_tensor, pipeline=dials["num_devices"], sequence_length=search.sequence_length, order=search.order,
     )  # fmt: skip
-    check_widths(search.decoder, widths)
+    sizes = {x: given[x] for x in ("tensor", "context", "expert")}
+    check_divisions(search.decoder, **sizes, sequence_length=search.sequence_length)
     size = 1 if dials["microbatch_size"] is None else dials["microbatch_size"]
     if size < 1:
         raise UsageError(f"a micro-batch has {size} samples; expected at least 1")
@@ -133,12 +134,7 @@ def _of_given_widths(
         recompute=dials["recompute"] or "never", num_microbatches=count,
     )  # fmt: skip
     profile = search.profile_of(widths, size)
-    own = search.own_cut(profile, widths.pipeline)
-    further: dict[str, Any] = {} if own is None else {"constraints": own}
-    plan = best_for_receiver(
-        profile, receiver=search.receiver, num_chunks=choice.num_chunks, memory_bytes=search.usable_bytes,
-        time_limit_s=time_limit_s, **search.counts_of(choice), **further,
-    )  # fmt: skip
+    plan = best_plan(profile, replace(search.request(choice), time_limit_s=time_limit_s))
     ends = np.array([x.end_layer for x in plan.stages])
     one = PlannedChoice(
         choice=choice, cut=EvenCut(ends=ends, step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes)

@@ -46,49 +46,26 @@ class ForReceiver:
         num_devices, num_microbatches = request.num_devices, request.num_microbatches
         if not request.is_open and isinstance(num_devices, int) and isinstance(num_microbatches, int):
             self.check(
-                request.schedule,
-                num_devices=num_devices,
-                num_microbatches=num_microbatches,
-                recompute=request.recompute,
-            )
+                PipelineSetting(
+                    schedule=request.schedule, recompute=request.recompute, num_devices=num_devices,
+                    num_microbatches=num_microbatches,
+                )
+            )  # fmt: skip
         constraints = combined([request.constraints, self.constraints])
         return replace(request, constraints=constraints, allows=self.allows)
 
-    @property
-    def default_schedule(self) -> str:
-        """The schedule where none is named."""
-        return receiver_named(self.name).default_schedule
+    def default_schedule(self, num_chunks: int = 1) -> str:
+        """The schedule where none is named, by the stages of a device."""
+        return receiver_named(self.name).default_schedule if num_chunks == 1 else f"interleaved-1f1b:{num_chunks}"
 
-    def check(self, schedule: str, *, num_devices: int, num_microbatches: int, recompute: str) -> None:
+    def check(self, settings: PipelineSetting) -> None:
         """Raise UsageError for settings that the receiver cannot run."""
-        settings = PipelineSetting(
-            schedule=schedule, recompute=recompute, num_devices=num_devices, num_microbatches=num_microbatches
-        )
         if problem := settings_problem(self.name, settings):
             raise UsageError(f"the plan {problem}")
         if settings.num_stages > self.most_stages and self.why_no_more:
             raise UsageError(
                 f"the plan has {settings.num_stages} stages, of this model at most {self.most_stages}: {self.why_no_more}"
             )
-
-
-def best_for_receiver(
-    profile: Profile, *, receiver: str, num_devices: int, num_chunks: int = 1, num_microbatches: int, **options: Any
-) -> Plan:
-    """The best plan that a receiver can run with so many stages on each device; `options` are those of `gplan.balance`.
-
-    Raises UsageError for a model or settings that the receiver cannot take, NoPlanError where nothing fits the memory.
-    """
-    rules = ForReceiver.of(receiver, profile)
-    schedule = rules.default_schedule if num_chunks == 1 else f"interleaved-1f1b:{num_chunks}"
-    rules.check(
-        schedule,
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        recompute=options.get("recompute", "never"),
-    )
-    counts: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches}
-    return balance(profile, schedule=schedule, **{"constraints": rules.constraints, **counts, **options})
 
 
 def import_plan(
@@ -124,16 +101,16 @@ def import_plan(
             raise UsageError(
                 f"the layout has {found.num_stages} stages, which {num_devices} devices cannot share equally; give --k"
             )
-        schedule = rules.default_schedule if chunks == 1 else f"interleaved-1f1b:{chunks}"
+        schedule = rules.default_schedule(chunks)
     if (num_stages := num_stages_of(schedule, num_devices)) != found.num_stages:
         raise UsageError(
             f"the layout has {found.num_stages} stages; {schedule} on {num_devices} devices has {num_stages}; give another --k or "
             "--schedule"
         )
-    counts = {"num_devices": num_devices, "num_microbatches": num_microbatches}
+    counts: dict[str, Any] = {"num_devices": num_devices, "num_microbatches": num_microbatches}
     if (replicas := int(dict(profile.model.settings).get(UNDIVIDED, "1"))) > 1:  # of a computed profile
         options = {"num_replicas": replicas, "sharding": "optimizer", **options}
-    rules.check(schedule, recompute=options.get("recompute", "never"), **counts)
+    rules.check(PipelineSetting(schedule=schedule, recompute=options.get("recompute", "never"), **counts))
     common = {**counts, "schedule": schedule, **options}
     names = [layer.name for layer in profile.layers]
     for first, last in rules.constraints.keep_together:
@@ -153,24 +130,15 @@ def import_plan(
     rivals = (alternative_of(best, label=f"best for {receiver_named(receiver).title}"), *free)
     bound_s = min(best.proof.lower_bound_s, plan.proof.objective_s)
     proof = replace(plan.proof, solver="the layout given", lower_bound_s=bound_s)
-    notes = (*plan.notes, comparison_text(plan, best), *_devices_texts(plan))
-    return replace(plan, rivals=rivals, proof=proof, notes=notes)
-
-
-def _devices_texts(plan: Plan) -> tuple[str, ...]:
-    """How many devices a language model's plan takes, by its widths; none for a profile without widths."""
-    widths = dict(plan.model.settings)
-    if UNDIVIDED not in widths:
-        return ()
-    tensor, replicas = int(widths["tensor"]), f"{plan.num_replicas} replicas (data x context)"
-    return (f"tensor {tensor} x pipeline {plan.num_devices} x {replicas} = {tensor * plan.num_ranks} devices",)
-
-
-def comparison_text(plan: Plan, best: Plan) -> str:
-    """The layout beside the best one, in a sentence."""
     ratio = plan.prediction.step_s / best.prediction.step_s - 1
     peak = plan.peak_bytes / best.peak_bytes - 1 if best.peak_bytes else 0.0
-    if plan.cuts == best.cuts or ratio < 1e-9:
-        return "the layout is as good as the best one"
-    sign = "+" if peak >= 0 else "-"
-    return f"the layout takes {percent_text(ratio)} longer than the best one; its largest peak is {sign}{percent_text(abs(peak))}"
+    notes = [*plan.notes, "the layout is as good as the best one"]
+    if plan.cuts != best.cuts and ratio >= 1e-9:
+        sign = "+" if peak >= 0 else "-"
+        notes[-1] = (
+            f"the layout takes {percent_text(ratio)} longer than the best one; its largest peak is {sign}{percent_text(abs(peak))}"
+        )
+    if UNDIVIDED in (widths := dict(plan.model.settings)):  # of a language model
+        tensor, each = int(widths["tensor"]), f"{plan.num_replicas} replicas (data x context)"
+        notes.append(f"tensor {tensor} x pipeline {plan.num_devices} x {each} = {tensor * plan.num_ranks} devices")
+    return replace(plan, rivals=rivals, proof=proof, notes=tuple(notes))

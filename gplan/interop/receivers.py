@@ -1,4 +1,4 @@
-"""What other trainers can run: one table, used by exports, by planning for a receiver, by layouts read back and by the docs.
+"""What other trainers can run: the rules of `receiver_table`, used by exports, by planning for a receiver, by layouts read back and by the docs.
 
 A receiver restricts how a plan is run (schedule, recompute, micro-batches, replicas: `settings_problem`) and where a
 model may be cut (`indivisible`: ranges of layers that stay on one stage). A plan for a receiver is searched under both;
@@ -10,146 +10,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
-from gplan.core import RECOMPUTE_MODES, Constraints, Granularity, ModelId, Plan, Profile, RecomputeMode, Value
+from gplan.core import Constraints, Granularity, ModelId, Plan, Profile, Value
 from gplan.core.errors import UsageError
 from gplan.core.profile import modules_by_operation
 from gplan.evaluate.replanning import setting_of
 from gplan.graph.layer_graph import LayerGraph
 from gplan.interop.author_layers import author_layers, authored_profile
+from gplan.interop.receiver_table import RECEIVERS, Receiver
 from gplan.schedules.registry import make_schedule, schedule_info
 from gplan.schedules.request import PipelineSetting
 
 MODEL_INPUT = "the model's input"
-
-Cuts = Literal["calls", "items", "children", "names", "decoder", "blocks", "own"]
-"""Where a receiver cuts: before calls of modules; between the items of a sequence of modules; between children of the model
-and entries of a child that is a list; between modules of a language model by their names; between its embeddings, blocks,
-multi-token prediction and head; between its blocks only; nowhere but where it does itself, whatever the plan says."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receiver:
-    """What a trainer can run. Names of schedules and recompute modes are gplan's, beside the receiver's own."""
-
-    title: str
-    checked_with: str  # the version that `benchmarks/receivers` checked exports with
-    how: str  # in which way
-    cuts: Cuts
-    schedules: Mapping[str, str] | None  # the first is the default; None: any order of actions
-    recompute: Mapping[RecomputeMode, str]
-    max_chunks: int | None = None  # stages of a device; None: any number
-    replicas: bool = True  # whether it runs data-parallel pipelines
-    tied: Literal["summed", "one stage", "refused"] = "summed"  # a parameter of several layers
-    copies_keys: bool = False  # whether more tensor ranks than heads of keys and values copy these; others refuse
-
-    @property
-    def default_schedule(self) -> str:
-        """The schedule of a plan for it where none is named."""
-        return "1f1b" if self.schedules is None else next(iter(self.schedules))
-
-
-_MEGATRON = Receiver(
-    title="Megatron-LM",
-    checked_with="megatron-core 0.16.1",
-    how="parsed and validated by PipelineParallelLayerLayout, and trained by its schedules",
-    cuts="decoder",
-    schedules={"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"},
-    recompute={"never": "", "always": "full"},
-    copies_keys=True,
-)
-
-
-def _inference(title: str, checked_with: str, how: str) -> Receiver:
-    """One stage on each device; what the schedule and recompute of training are does not matter."""
-    return Receiver(
-        title=title,
-        checked_with=checked_with,
-        how=how,
-        cuts="blocks",
-        schedules=None,
-        recompute=dict.fromkeys(RECOMPUTE_MODES, ""),
-        max_chunks=1,
-    )
-
-
-RECEIVERS: dict[str, Receiver] = {
-    "torchtitan": Receiver(
-        title="torchtitan",
-        checked_with="torchtitan 0.3.0",
-        how="split by _split_module and by the splitter of its transformers backend, and trained by its schedules",
-        cuts="children",
-        schedules=None,
-        recompute={"never": "None", "always": "FullAC.Config()"},
-        replicas=False,
-        tied="one stage",
-    ),
-    "megatron": _MEGATRON,
-    "verl": replace(
-        _MEGATRON,
-        title="verl",
-        checked_with=f"{_MEGATRON.checked_with} (verl 0.9.1 was read)",
-        how="parsed by PipelineParallelLayerLayout, to which verl hands the string",
-    ),
-    "automodel": Receiver(
-        title="NeMo Automodel",
-        checked_with="nemo-automodel 0.7.0",
-        how="split by split_model_into_stages",
-        cuts="names",
-        schedules=None,
-        recompute={"never": ""},
-        tied="one stage",
-    ),
-    "nanotron": Receiver(
-        title="nanotron",
-        checked_with="nanotron 0.4",
-        how="read by ParallelismArgs, TokensArgs and OptimizerArgs of its configuration",
-        cuts="own",
-        schedules={"1f1b": "1f1b", "gpipe": "afab"},
-        recompute={"never": "false", "always": "true"},
-        max_chunks=1,
-    ),
-    "deepspeed": Receiver(
-        title="DeepSpeed",
-        checked_with="deepspeed 0.19.8",
-        how="divided by the bounds of PipelineModule, and trained by its engine",
-        cuts="items",
-        schedules={"1f1b": "1F1B"},
-        recompute={"never": "none", "always": "whole"},
-        max_chunks=1,
-    ),
-    "torchgpipe": Receiver(
-        title="torchgpipe",
-        checked_with="torchgpipe 0.0.5",
-        how="split and trained",
-        cuts="items",
-        schedules={"gpipe": "GPipe"},
-        recompute={"never": "never", "always": "always", "except-last": "except_last"},
-        max_chunks=1,
-        replicas=False,
-        tied="refused",
-    ),
-    "pytorch": Receiver(
-        title="torch.distributed.pipelining",
-        checked_with="torch 2.13.0",
-        how="split by pipeline() and trained on two processes",
-        cuts="calls",
-        schedules=None,
-        recompute={"never": "none"},
-        replicas=False,
-        tied="one stage",
-    ),
-    "vllm": _inference(
-        "vLLM",
-        "sglang 0.5.23",
-        "parsed by SGLang's get_pp_indices, which comes from vLLM; vLLM itself was not installed",
-    ),
-    "sglang": _inference("SGLang", "sglang 0.5.23", "parsed by get_pp_indices"),
-}
 
 
 def receiver_named(name: str) -> Receiver:
@@ -186,7 +61,7 @@ def _settings_problems(receiver: Receiver, name: str, settings: PipelineSetting)
         yield f"has {stages}; {title} holds one stage per device; {choice}"
     if receiver.schedules is not None and plain_schedule(settings.schedule).partition(":")[0] not in receiver.schedules:
         yield f"has schedule {schedule}; {title} can express {' or '.join(receiver.schedules)}; {choice}"
-    if settings.recompute not in receiver.recompute:
+    if receiver.recompute and settings.recompute not in receiver.recompute:
         modes = " or ".join(receiver.recompute)
         yield f"has recompute {settings.recompute}; {title} can express {modes}; plan again with --recompute {modes}"
     if settings.recompute != "never" and schedule_info(settings.schedule).splits_backward:
@@ -368,8 +243,17 @@ def _check_names(receiver: Receiver, names: Sequence[str]) -> None:
                 f"layer {layer} is {found}; {receiver.title} takes a sequence of modules; write the model as an nn.Sequential, "
                 "profile that and plan again"
             )
-        for module in modules_of(layer) if receiver.cuts == "children" else ():
-            _check_child(child_name(module))
+        for module in map(child_name, modules_of(layer)) if receiver.cuts == "children" else ():
+            if module.isdigit():
+                raise UsageError(
+                    f"layer {module} is a child of an nn.Sequential; torchtitan takes modules away and leaves None, which a "
+                    "Sequential cannot pass over; give gplan a module whose forward can"
+                )
+            if module.count(".") > 1:
+                raise UsageError(
+                    f"{module} is too deep in the model; torchtitan splits a model at its children, such as norm, and at the "
+                    "entries of a child that is a list, such as layers.3; move the layers up to the model"
+                )
         if receiver.cuts == "names" and (match := _ENTRY.fullmatch(layer)) and match[1].split(".")[-1] != "layers":
             raise UsageError(
                 f"the blocks are {layer} and so on; {receiver.title} takes Hugging Face models whose blocks are in a list named "
@@ -384,19 +268,6 @@ def child_name(module: str) -> str:
     ('layers.3', 'tok_embeddings', 'norm')
     """
     return {"embed_tokens": "tok_embeddings"}.get(short := module.removeprefix("model."), short)
-
-
-def _check_child(module: str) -> None:
-    if module.isdigit():
-        raise UsageError(
-            f"layer {module} is a child of an nn.Sequential; torchtitan takes modules away and leaves None, which a Sequential "
-            "cannot pass over; give gplan a module whose forward can"
-        )
-    if module.count(".") > 1:
-        raise UsageError(
-            f"{module} is too deep in the model; torchtitan splits a model at its children, such as norm, and at the entries "
-            "of a child that is a list, such as layers.3; move the layers up to the model"
-        )
 
 
 def _check_blocks(decoder: DecoderLayers, profile: Profile | None, title: str) -> None:

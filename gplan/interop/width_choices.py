@@ -61,8 +61,8 @@ class WidthSpace:
     num_devices: int
     batch_size: int
     sequence_length: int
-    order: str = ORDER
-    receiver: str = "megatron"
+    order: str = ORDER  # in which groups are placed
+    receiver: str
     fixed: dict[str, int | str | None] = field(default_factory=dict)  # dials that are given, by their names
 
     def choices(self) -> Iterator[Choice]:
@@ -176,7 +176,7 @@ class WidthSpace:
         if not steps:
             return (
                 f"no widths use all of {self.num_devices} devices{having}: the model has {self.decoder.num_attention_heads} heads and "
-                f"{self.decoder.num_hidden_layers} blocks; leave a width open, or try {_nearest_power(self.num_devices)} devices"
+                f"{self.decoder.num_hidden_layers} blocks; leave a width open, or try {1 << (self.num_devices.bit_length() - 1)} devices"
             )
         near = min((max(1, round(self.batch_size / x)) * x for x in steps), key=lambda x: abs(x - self.batch_size))
         chunks = self.fixed.get("num_chunks")
@@ -209,7 +209,3 @@ def divisors(number: int) -> list[int]:
 def _nearest(number: int, choices: Sequence[int]) -> int:
     """The largest choice up to a number."""
     return max(x for x in choices if x <= number)
-
-
-def _nearest_power(number: int) -> int:
-    return 1 << max(0, number.bit_length() - 1)

@@ -36,11 +36,10 @@ from gplan.partition.even_cuts import EvenCut, best_even_cut, bettered_cut, pric
 from gplan.partition.plan_evaluation import price, with_reserved_memory
 from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import solve
-from gplan.schedules.request import PlanRequest
+from gplan.schedules.request import PipelineSetting, PlanRequest
 from gplan.strategy_search.bounds import SettingBounds
-from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths
+from gplan_profiler.analytic.decoder_config import Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
-from gplan_profiler.analytic.hardware import Hardware
 from gplan_profiler.analytic.trainers import MEGATRON, NANOTRON, layers_by_cost
 
 _GAPS = (0.02, 0.01, 0.005)  # all bounds are raised to within the first of the best step, then the second, the third
@@ -110,29 +109,13 @@ class ChosenWidths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WidthSearch:
-    """A model on a machine, for one trainer."""
+class WidthSearch(WidthSpace):
+    """The search over these settings for one trainer."""
 
     name: str
-    decoder: Decoder
-    hardware: Hardware
-    num_devices: int
-    batch_size: int
-    sequence_length: int
-    receiver: str
     memory_bytes: int | None = None
     time_limit_s: float | None = None  # None: `default_time_limit_s`
-    order: str = ORDER  # in which groups are placed
-    fixed: dict[str, int | str | None] = field(default_factory=dict)  # dials that are given, by their names
     _profiles: dict[tuple[Widths, int], Profile] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def space(self) -> WidthSpace:
-        """The settings."""
-        return WidthSpace(
-            decoder=self.decoder, hardware=self.hardware, num_devices=self.num_devices, batch_size=self.batch_size,
-            sequence_length=self.sequence_length, order=self.order, receiver=self.receiver, fixed=self.fixed,
-        )  # fmt: skip
 
     @property
     def usable_bytes(self) -> int:
@@ -152,24 +135,24 @@ class WidthSearch:
             self._profiles[widths, size] = made.profile((size,))
         return self._profiles[widths, size]
 
-    def counts_of(self, choice: Choice) -> dict[str, Any]:
-        """A setting as arguments of the planner."""
-        replicas = choice.widths.replicas
-        return {
+    def request(self, choice: Choice) -> PlanRequest:
+        """A setting as it is asked of the planner; raises UsageError for one that the trainer cannot run."""
+        profile, replicas = self.profile_of(choice.widths, choice.microbatch_size), choice.widths.replicas
+        rules = ForReceiver.of(self.receiver, profile)
+        counts: dict[str, Any] = {
+            "schedule": rules.default_schedule(choice.num_chunks), "recompute": choice.recompute,
             "num_devices": choice.widths.pipeline, "num_microbatches": choice.num_microbatches,
-            "microbatch_size": choice.microbatch_size, "recompute": choice.recompute,
-            "num_replicas": replicas, "sharding": "optimizer" if replicas > 1 else "none",
         }  # fmt: skip
+        rules.check(PipelineSetting(**counts))
+        return PlanRequest(
+            **counts, microbatch_size=choice.microbatch_size, num_replicas=replicas,
+            sharding="optimizer" if replicas > 1 else "none", memory_bytes=self.usable_bytes,
+            constraints=self.own_cut(profile, choice.widths.pipeline) or rules.constraints,
+        )  # fmt: skip
 
     def problem(self, choice: Choice) -> Problem:
         """The partition of a setting; raises UsageError for one that the trainer cannot run."""
-        profile = self.profile_of(choice.widths, choice.microbatch_size)
-        rules, counts = ForReceiver.of(self.receiver, profile), self.counts_of(choice)
-        schedule = rules.default_schedule if choice.num_chunks == 1 else f"interleaved-1f1b:{choice.num_chunks}"
-        rules.check(schedule, **{x: counts[x] for x in ("num_devices", "num_microbatches", "recompute")})
-        constraints = self.own_cut(profile, choice.widths.pipeline) or rules.constraints
-        request = PlanRequest(schedule=schedule, constraints=constraints, memory_bytes=self.usable_bytes, **counts)
-        return problem_of(profile, request)
+        return problem_of(self.profile_of(choice.widths, choice.microbatch_size), self.request(choice))
 
     def own_cut(self, profile: Profile, num_stages: int) -> Constraints | None:
         """The stages of a trainer that cuts layers itself; None for others; raises UsageError where a stage is empty."""
@@ -208,10 +191,10 @@ class WidthSearch:
         """The fastest settings; raises UsageError where no counts fit, NoPlanError where no setting fits the memory."""
         limit_s = default_time_limit_s(self.num_devices) if self.time_limit_s is None else self.time_limit_s
         started_s = time.perf_counter()
-        self.space.check()
-        choices = list(self.space.choices())
+        self.check()
+        choices = list(self.choices())
         if not choices:
-            raise UsageError(self.space.no_choice_text())
+            raise UsageError(self.no_choice_text())
         state = _SearchState.of(self, choices, started_s)
         state.try_even_cuts(deadline_s=started_s + _EVEN_CUTS_SHARE * limit_s)
         state.better_cuts(deadline_s=started_s + _BETTERED_SHARE * limit_s)
@@ -226,7 +209,7 @@ class WidthSearch:
     def _any_fits(self) -> bool:
         """Whether some of the settings that need least memory fit."""
         choices = [
-            x for x in self.space.choices() if x.recompute == "always" and x.num_chunks == 1 and x.microbatch_size == 1
+            x for x in self.choices() if x.recompute == "always" and x.num_chunks == 1 and x.microbatch_size == 1
         ]
         bounds = sorted(map(self.bounds_of, choices), key=lambda x: x.device_state_bytes)[:_NUM_TRIED]
         problems = (self.problem(x.choice) for x in bounds if x.step_s < INFINITY)

@@ -25,27 +25,10 @@ _TIME_LIMIT_S = 8.0  # of the choices, and of the explanation's options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingPoint:
-    """One number of devices (per replica) and micro-batches, with the predicted step."""
-
-    num_devices: int
-    num_microbatches: int
-    batch_size: int
-    step_s: float
-    bubble: float
-    is_plan: bool
-
-    @property
-    def sample_s(self) -> float:
-        """Seconds of the step per sample."""
-        return self.step_s / self.batch_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnalysis:
     """Other choices than the plan, and with its profile the explanation of the plan and what the allocators do."""
 
-    choices: tuple[ScalingPoint, ...] = ()
+    choices: tuple[Plan, ...] = ()  # for each number of devices and micro-batches, the plan itself among them
     explanation: Explanation | None = None  # None: there was no profile
     memory_snapshot: bytes | None = None  # None: the profile has no tensors of layers
 
@@ -68,10 +51,10 @@ def analysis_of(subject: Subject, profile: Profile | None, *, progress: Progress
     return PlanAnalysis(choices=choices, explanation=reasons, memory_snapshot=memory_snapshot(plan, known))
 
 
-def planned_choices(plan: Plan, profile: Profile, *, progress: Progress = no_progress) -> tuple[ScalingPoint, ...]:
+def planned_choices(plan: Plan, profile: Profile, *, progress: Progress = no_progress) -> tuple[Plan, ...]:
     """The best plan for each number of devices and micro-batches, without those that are infeasible or out of time."""
     setting, deadline_s = setting_of(plan), time.perf_counter() + _TIME_LIMIT_S
-    found = [_choice(plan, plan)]
+    found = [plan]
     own = plan.num_devices, plan.num_microbatches
     devices = [own[0]] if is_custom_order(plan.schedule) else _times(own[0])
     pairs = [(i + j, x, y) for i, x in enumerate(devices) for j, y in enumerate(_times(own[1]))]  # the nearest first
@@ -84,21 +67,10 @@ def planned_choices(plan: Plan, profile: Profile, *, progress: Progress = no_pro
         progress(f"step with {which}", index / len(wanted))
         other = replace(setting, num_devices=num_devices, num_microbatches=num_microbatches)
         try:
-            found.append(_choice(replan(profile, other), plan))
+            found.append(replan(profile, other))
         except (UsageError, NoPlanError):
             continue
     return tuple(sorted(found, key=lambda x: (x.num_devices, x.num_microbatches)))
-
-
-def _choice(found: Plan, plan: Plan) -> ScalingPoint:
-    return ScalingPoint(
-        num_devices=found.num_devices,
-        num_microbatches=found.num_microbatches,
-        batch_size=found.batch_size,
-        step_s=found.prediction.step_s,
-        bubble=found.prediction.bubble,
-        is_plan=(found.num_devices, found.num_microbatches) == (plan.num_devices, plan.num_microbatches),
-    )
 
 
 def _times(number: int) -> list[int]:

@@ -28,7 +28,7 @@ CHARTS: dict[str, Callable[[Subject, PlanAnalysis], Figure | None]] = {
     "memory-timeline": lambda subject, _: holdings_chart(subject),
     "accuracy": lambda subject, _: accuracy_chart(subject),
     "errors": lambda subject, _: errors_chart(subject),
-    "choices": lambda _, analysis: choices_chart(analysis),
+    "choices": lambda subject, analysis: choices_chart(plan_of(subject), analysis),
     "frontier": lambda subject, analysis: frontier_chart(plan_of(subject), analysis),
 }
 

@@ -230,9 +230,7 @@ def _in_plan_order(chain: Chain, plan: Plan, name: str, *, is_like_plan: bool) -
     if is_like_plan:
         _check_layers(chain, plan, name)
     stage_of = {layer: stage.index for stage in plan.stages for layer in stage.layer_names}
-    stages: list[int] = []
-    for layer in chain.names:
-        stages.append(stage_of.get(layer, stages[-1] if stages else 0))
+    stages = [max(0, stage) for stage in _carried([stage_of.get(layer) for layer in chain.names])]
     rank = {layer: i for i, layer in enumerate(plan.layer_names)}
     position = _carried([rank.get(layer) for layer in chain.names])
     order = sorted(range(len(chain)), key=lambda i: (stages[i], position[i], i))

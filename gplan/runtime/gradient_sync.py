@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -63,6 +63,19 @@ def add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return other.add_(one) if one.is_sparse and not other.is_sparse else one.add_(other)
+
+
+@contextmanager
+def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, these parameters have no gradients of before, which are added to theirs at its end."""
+    before = [(x, x.grad) for x in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = add_gradients(parameter.grad, gradient)
 
 
 def take_hooks(parameter: nn.Parameter) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -185,17 +198,9 @@ class TiedGradients:
             if name in trained and isinstance(tensor, nn.Parameter):
                 self._tied.append((tensor, groups[devices]))
 
-    @contextmanager
-    def accumulated(self) -> Iterator[None]:
-        """Set earlier gradients aside in the block and add them at its end, so `sum_gradients` sums one step only."""
-        before = [parameter.grad for parameter, _ in self._tied]
-        for parameter, _ in self._tied:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for (parameter, _), gradient in zip(self._tied, before, strict=True):
-                parameter.grad = add_gradients(parameter.grad, gradient)
+    def accumulated(self) -> AbstractContextManager[None]:
+        """Set earlier gradients aside in the block, so `sum_gradients` sums one step only."""
+        return set_aside([parameter for parameter, _ in self._tied])
 
     def sum_gradients(self) -> None:
         """Sum the gradients over the ranks that use a parameter."""

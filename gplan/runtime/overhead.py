@@ -29,7 +29,7 @@ from gplan.strategy_search.planner import balance
 from gplan_profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from gplan_profiler.analytic.hardware import load_hardware
 from gplan_profiler.host.links import fit_link
-from gplan_profiler.model.load import load_model_file
+from gplan_profiler.model.load import open_model_file
 
 SENT_BYTES = (2**12, 2**17, 2**21, 2**23, 2**19, 2**15)
 """Over every second cut, from the first one on; the other cuts send as much as the first, so no device waits long."""
@@ -93,7 +93,7 @@ def measure_engine(*, num_threads: int = 1) -> EngineCost:
     Raises RunError if they cannot communicate or get no time on a core.
     """
     profile = computed_profile(
-        load_model_file(__file__),
+        open_model_file(__file__).load(),
         ComputeOptions(granularity="layer", hardware=load_hardware("cpu"), microbatch_sizes=(1,)),
     )
     profile = replace(profile, device=replace(profile.device, num_threads=num_threads))

@@ -11,15 +11,16 @@ the tensor itself is passed on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from gplan.core import Action, ActionKind, Schedule
 from gplan.runtime.capture_cache import CapturedModel
+from gplan.runtime.recorder import ActionRecorder
 from gplan.runtime.stage_module import StageModule
 from gplan_profiler.backward.split_backward import SecondHalf, first_half
 from gplan_profiler.capture.chain import Tensors, TensorSpec
@@ -111,49 +112,59 @@ class PassState(ABC):
         return self.work.captured.boundary(stage)
 
     def receive(self, action: Action) -> Gradients:
-        """Return what an action takes from its neighbour: inputs of a forward, output gradients of a backward."""
+        """Return what an action takes from its neighbour: inputs of a forward, as leaves of a new graph; output gradients of
+        a backward."""
         kind, stage, microbatch = _kind_of_work(action), action.stage, action.microbatch
         if kind is ActionKind.FORWARD:
-            return self._chunks[microbatch] if stage == 0 else self._activations_from_previous(stage, microbatch)
-        takes = kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT) and stage < self._last
-        return self._gradients_from_next(stage, microbatch) if takes else ()
+            if stage == 0:
+                return self._chunks[microbatch]
+            if not self._is_sent[stage - 1]:
+                key = stage - 1, microbatch
+                made = (self._activations[key] if self.work.trains else self._activations.pop(key))[1]
+                return tuple(x.detach().requires_grad_(x.requires_grad) for x in made)
+            buffers = self._activation_buffers.pop((stage, microbatch))
+            has_graph = self.work.trains and torch.is_grad_enabled()
+            return tuple(
+                x.detach().requires_grad_(spec.requires_grad and has_graph)
+                for x, spec in zip(buffers, self.boundary(stage), strict=True)
+            )
+        if kind not in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT) or stage == self._last:
+            return ()
+        if not self._is_sent[stage]:
+            return self._input_gradients.pop((stage + 1, microbatch))
+        gradients = iter(self._gradient_buffers.pop((stage, microbatch)))
+        by_place = tuple(next(gradients) if x.requires_grad else None for x in self.boundary(stage + 1))
+        return self.received_gradients(stage, microbatch, by_place)
 
     def execute(self, action: Action, module: StageModule, received: Gradients) -> None:
         """Run one action on what it received."""
-        kind, microbatch = _kind_of_work(action), action.microbatch
+        kind, stage, microbatch = _kind_of_work(action), action.stage, action.microbatch
         if kind is ActionKind.FORWARD:
-            self._forward(module, microbatch, cast(Tensors, received))
+            outputs = module(*received)
+            if stage == self._last:
+                self._losses[microbatch], outputs = self.work.loss_fn(outputs, microbatch), ()
+            if self.work.trains:
+                self._activations[stage, microbatch] = (cast(Tensors, received), outputs)
+            elif stage < self._last:
+                self._activations[stage, microbatch] = ((), outputs)
         elif kind is ActionKind.BACKWARD:
-            self._backward(module, microbatch, received)
+            leaves, outputs, gradients = self._take(stage, microbatch, received)
+            roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if x.requires_grad and y is not None]
+            if roots:
+                torch.autograd.backward([x for x, _ in roots], [y for _, y in roots])
+            if stage > 0:
+                found = tuple(x.grad for x in leaves)
+                for leaf in leaves:
+                    leaf.grad = None
+                self._pass_back(stage, microbatch, found)
         elif kind is ActionKind.INPUT_GRADIENT:
-            leaves, outputs, gradients = self._take(module.index, microbatch, received)
+            leaves, outputs, gradients = self._take(stage, microbatch, received)
             found, half = first_half(outputs, gradients, leaves)
-            self._halves[module.index, microbatch] = half, leaves, received
-            self._pass_back(module.index, microbatch, found)
+            self._halves[stage, microbatch] = half, leaves, received
+            self._pass_back(stage, microbatch, found)
         elif kind is ActionKind.WEIGHT_GRADIENT:
-            held = self._halves.pop((module.index, microbatch))  # all of it until the end
+            held = self._halves.pop((stage, microbatch))  # all of it until the end
             held[0].run()
-
-    def _forward(self, module: StageModule, microbatch: int, leaves: Tensors) -> None:
-        stage = module.index
-        outputs = module(*leaves)
-        if stage == self._last:
-            self._losses[microbatch], outputs = self.work.loss_fn(outputs, microbatch), ()
-        if self.work.trains:
-            self._activations[stage, microbatch] = (leaves, outputs)
-        elif stage < self._last:
-            self._activations[stage, microbatch] = ((), outputs)
-
-    def _backward(self, module: StageModule, microbatch: int, received: Gradients) -> None:
-        leaves, outputs, gradients = self._take(module.index, microbatch, received)
-        roots = [(x, y) for x, y in zip(outputs, gradients, strict=True) if x.requires_grad and y is not None]
-        if roots:
-            torch.autograd.backward([x for x, _ in roots], [y for _, y in roots])
-        if module.index > 0:
-            found = tuple(x.grad for x in leaves)
-            for leaf in leaves:
-                leaf.grad = None
-            self._pass_back(module.index, microbatch, found)
 
     def _take(self, stage: int, microbatch: int, received: Gradients) -> tuple[Tensors, Tensors, Gradients]:
         """Return the inputs, outputs and output gradients of a stage; inputs and outputs are no longer kept."""
@@ -163,26 +174,6 @@ class PassState(ABC):
         loss = self._losses[microbatch]
         self._losses[microbatch] = loss.detach()
         return leaves, (loss,), (torch.full_like(loss, self.work.loss_weight),)
-
-    def _activations_from_previous(self, stage: int, microbatch: int) -> Tensors:
-        """Return the previous stage's outputs as leaves of a new graph."""
-        if not self._is_sent[stage - 1]:
-            key = stage - 1, microbatch
-            made = (self._activations[key] if self.work.trains else self._activations.pop(key))[1]
-            return tuple(x.detach().requires_grad_(x.requires_grad) for x in made)
-        buffers = self._activation_buffers.pop((stage, microbatch))
-        has_graph = self.work.trains and torch.is_grad_enabled()
-        return tuple(
-            x.detach().requires_grad_(spec.requires_grad and has_graph)
-            for x, spec in zip(buffers, self.boundary(stage), strict=True)
-        )
-
-    def _gradients_from_next(self, stage: int, microbatch: int) -> Gradients:
-        if not self._is_sent[stage]:
-            return self._input_gradients.pop((stage + 1, microbatch))
-        buffers = iter(self._gradient_buffers.pop((stage, microbatch)))
-        by_place = tuple(next(buffers) if x.requires_grad else None for x in self.boundary(stage + 1))
-        return self.received_gradients(stage, microbatch, by_place)
 
     def _pass_back(self, stage: int, microbatch: int, gradients: Gradients) -> None:
         """Keep the gradients of a stage's inputs for the previous stage."""
@@ -197,6 +188,37 @@ class PassState(ABC):
     @abstractmethod
     def as_sent(self, stage: int, gradients: Gradients) -> Gradients:
         """Return the gradients of a stage's inputs as they are sent; some may be missing."""
+
+
+PassT = TypeVar("PassT", bound=PassState)
+
+
+class Engine(Generic[PassT]):
+    """What both engines have: the state of each kind of pass, and how an action is run and recorded."""
+
+    def __init__(self, stages: Sequence[StageModule], *, device: torch.device) -> None:
+        self.recorder = ActionRecorder()
+        self._stages, self._device = {x.index: x for x in stages}, device
+        self._passes: dict[tuple[CapturedModel, bool, int], PassT] = {}
+
+    def _begun(self, work: EnginePass, make: Callable[[], PassT]) -> PassT:
+        """Begin a pass, whose state is made once for each capture and number of micro-batches."""
+        key = work.captured, work.trains, work.schedule.num_microbatches
+        if key not in self._passes:
+            self._passes[key] = make()
+        self._passes[key].begin(work)
+        return self._passes[key]
+
+    def _run_action(self, action: Action, state: PassT) -> None:
+        module = self._stages[action.stage]
+        module.enter_action(action.microbatch)
+        received = state.receive(action)
+        with self.recorder.note(action):
+            state.execute(action, module, received)
+
+    def forget(self, old: Collection[CapturedModel]) -> None:
+        """Drop the passes of captures that are no longer used."""
+        self._passes = {key: x for key, x in self._passes.items() if key[0] not in old}
 
 
 def _kind_of_work(action: Action) -> ActionKind | None:

@@ -33,6 +33,7 @@ from gplan.runtime import stage_state, validation
 from gplan.runtime.agreement import Agreement
 from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel, named_tensors
+from gplan.runtime.checkpoint.collective import RankGroup
 from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica, hooked_once
 from gplan.runtime.master_weights import MasterWeights
 from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
@@ -289,30 +290,32 @@ class Pipeline(StageState):
         Warns once of a loss that is not finite. Raises UsageError for data that do not fit the plan or differ between ranks (compared in the first ten steps
         and then in those that are powers of two), RunError with stage and layer where the model fails.
         """
-        inputs, targets = self.agreed("step", inputs, targets)
-        loss = self.train_on(inputs, targets, scale=scale)
+        inputs, targets, num_rows = self.agreed("step", inputs, targets)
+        loss = self.train_on(inputs, targets, num_rows, scale=scale)
         if not self._has_warned and not math.isfinite(loss):
-            self._has_warned, text = True, self.explain_not_finite(inputs, loss)
+            self._has_warned, text = True, self.explain_not_finite(inputs, num_rows, loss)
             if self.rank == 0:
                 warnings.warn(text, stacklevel=2)
         return loss
 
-    def agreed(self, call: str, inputs: Any, targets: Any = None) -> tuple[Any, Any]:
-        """Return the batch that every rank uses in a call: all have the same one, or take the first rank's. Collective."""
+    def agreed(self, call: str, inputs: Any, targets: Any = None) -> tuple[Any, Any, int]:
+        """Return the batch that every rank uses in a call, checked, and its number of samples: all ranks have the same one, or
+        take the first rank's. Collective."""
         if self._agreement.broadcasts:
             self._agreement.begin(call, is_full=False)
-            return self._agreement.broadcast(inputs, targets)
+            inputs, targets = self._agreement.broadcast(inputs, targets)
+            inputs, num_rows = self._checked(inputs, targets)
+            return inputs, targets, num_rows
         given = inputs, targets
         inputs, num_rows = self._checked(inputs, targets)
         self._agreement.begin(call, batch=given, num_rows=num_rows, is_full=num_rows == self.plan.batch_size)
-        return inputs, targets
+        return inputs, targets, num_rows
 
     @uncompiled()
-    def train_on(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor:
+    def train_on(self, inputs: Any, targets: Any, num_rows: int, *, scale: float = 1.0) -> Tensor:
         """Run a step with a batch that `agreed` returned."""
         runner = self.runner
         runner.begin()
-        inputs, num_rows = self._checked(inputs, targets)
         self._check_trainable(num_rows)
         validation.check_training(scale, trained=self._trained, parameters=dict(self.named_parameters()))
         if self._unchanged is not None:
@@ -347,9 +350,8 @@ class Pipeline(StageState):
         return total
 
     @uncompiled()
-    def explain_not_finite(self, inputs: Any, loss: Tensor) -> str:
+    def explain_not_finite(self, inputs: Any, num_rows: int, loss: Tensor) -> str:
         """Name the first layer whose output is not finite in the last step, before its update. Collective."""
-        inputs, num_rows = self._checked(inputs, None)
         step = self.num_steps - 1
 
         def search() -> tuple[int, str] | None:
@@ -368,13 +370,9 @@ class Pipeline(StageState):
             )
             return number, f"the output of layer {name} on stage {stage} is the first that is not{weights}"
 
-        if self.ranks is None:
-            everywhere = [search()]
-        else:
-            everywhere = [None] * dist.get_world_size()
-            dist.all_gather_object(everywhere, search())
+        group = RankGroup(group=None if self.ranks is None else dist.group.WORLD)
         _, where = min(
-            (x for x in everywhere if x is not None),
+            (x for x in group.run_on_all(search) if x is not None),
             default=(0, "the output of every layer is; see the loss function and the targets"),
         )
         return f"the loss is {float(loss):g} in step {step + 1}, not finite: {where}; lower the learning rate or look at the data"
@@ -389,8 +387,7 @@ class Pipeline(StageState):
     def eval_step(self, inputs: Any, targets: Any = None) -> Tensor:
         """Return the loss of any number of samples in evaluation mode, without gradients; the same on every rank."""
         self.runner.begin()
-        inputs, targets = self.agreed("eval_step", inputs, targets)
-        inputs, num_rows = self._checked(inputs, targets)
+        inputs, targets, num_rows = self.agreed("eval_step", inputs, targets)
         self._check_alike(num_rows)
         self._loss_exchange.post_receive()
         losses = list[Tensor]()
@@ -403,7 +400,7 @@ class Pipeline(StageState):
     def predict(self, inputs: Any) -> Any:
         """Return the output for any number of samples in evaluation mode; None on ranks without the last stage."""
         self.runner.begin()
-        inputs, num_rows = self._checked(self.agreed("predict", inputs)[0], None)
+        inputs, _, num_rows = self.agreed("predict", inputs)
         size, most = self.plan.microbatch_size, self.plan.num_microbatches
         found: list[tuple[Any, int]] = []
         for part in split_into_passes(num_rows, microbatch_size=size, most_microbatches=most):

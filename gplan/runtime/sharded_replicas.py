@@ -141,21 +141,19 @@ class ShardedStage:
         self._is_under_way = False
 
     def reduce_gradients(self) -> None:
-        """Reduce-scatter the gradients over the replicas, and free the parameters, after a step's last pass. Collective."""
-        self._fill_gradients()
+        """Reduce-scatter the gradients over the replicas, and free the parameters, after a step's last pass. Collective.
+
+        Parameters without a gradient here that have one on another replica get zeros.
+        """
+        if self._trained:
+            device, own = self._trained[0].device, [x.grad is not None for x in self._trained]
+            has_gradient = torch.tensor(own, dtype=torch.int32, device=device)
+            dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=self._replicas)
+            for x, is_used in zip(self._trained, has_gradient.tolist(), strict=True):
+                if is_used and x.grad is None:
+                    x.grad = torch.zeros(x.shape, dtype=x.grad_dtype, device=device)  # its own memory may be freed
         finish_sharded_backward(self._module)
         self._is_under_way = False
-
-    def _fill_gradients(self) -> None:
-        """Give zeros to parameters without a gradient here that have one on another replica. Collective."""
-        if not self._trained:
-            return
-        device, own = self._trained[0].device, [x.grad is not None for x in self._trained]
-        has_gradient = torch.tensor(own, dtype=torch.int32, device=device)
-        dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=self._replicas)
-        for x, is_used in zip(self._trained, has_gradient.tolist(), strict=True):
-            if is_used and x.grad is None:
-                x.grad = torch.zeros(x.shape, dtype=x.grad_dtype, device=device)  # its own memory may be freed
 
 
 class _OnCpu:

@@ -104,9 +104,10 @@ class StageRunner:
 
     def reduce_shards(self) -> None:
         """Divide the sums of sharded stages' gradients over the replicas; counts as the devices' updates."""
-        if isinstance(self.engine, TorchEngine) and any(x.shards is not None for x in self.stages):
+        if shards := [x.shards for x in self.stages if x.shards is not None]:
             with self.updating(0), self.engine.recorder.heartbeat.waiting("sums"):
-                self.engine.reduce_gradients()
+                for x in shards:
+                    x.reduce_gradients()
 
     def finish(self) -> None:
         """End a step: average the replicas' gradients, and update moving averages.
@@ -233,10 +234,7 @@ class StageRunner:
                 not_finite.first = None
 
         buffers = [(x, x.clone()) for x in self._tensors.values() if not isinstance(x, nn.Parameter)]
-
-        def no_loss(_output: Any, _microbatch: int) -> Tensor:
-            return torch.zeros(())
-
+        no_loss: OutputFn = lambda _output, _microbatch: torch.zeros(())  # noqa: E731
         self.run(part, inputs, num_rows, step=step, output_fn=no_loss, trains=False, observe=observe)
         for buffer, value in buffers:
             buffer.copy_(value)

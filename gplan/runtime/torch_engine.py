@@ -21,10 +21,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from gplan.core import Action
-from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.device_steps import Await, Free, Receive, Send, Step, device_steps
-from gplan.runtime.pass_state import EnginePass, Gradients, PassState
-from gplan.runtime.recorder import ActionRecorder
+from gplan.runtime.pass_state import Engine, EnginePass, Gradients, PassState
 from gplan.runtime.stage_module import StageModule
 from gplan_profiler.torch_compat import is_profiler_running
 
@@ -74,22 +72,16 @@ class MissingGradients:
         return self._is_first_pass or place in self._found
 
 
-class TorchEngine:
+class TorchEngine(Engine["_SentPass"]):
     """Runs the stages of this rank; `group` has one rank per device."""
 
     def __init__(self, stages: Sequence[StageModule], *, device: torch.device, group: dist.ProcessGroup) -> None:
-        """`stages` are in rising order."""
-        self.recorder = ActionRecorder()
-        self._stages, self._device, self._group = {x.index: x for x in stages}, device, group
-        self._passes: dict[tuple[CapturedModel, bool, int], _SentPass] = {}
+        super().__init__(stages, device=device)
+        self._group = group
 
     def run(self, work: EnginePass) -> list[Tensor]:
         """Run one pass; return its micro-batches' losses on the rank of the last stage, else an empty list."""
-        key = work.captured, work.trains, work.schedule.num_microbatches
-        if key not in self._passes:
-            self._passes[key] = _SentPass(work, self._stages, self._device, self._group)
-        state = self._passes[key]
-        state.begin(work)
+        state = self._begun(work, lambda: _SentPass(work, self._stages, self._device, self._group))
         is_named = is_profiler_running()  # naming steps takes as long as all other work per action
         self.recorder.heartbeat.enter_wait("neighbours")
         with warnings.catch_warnings():
@@ -103,31 +95,14 @@ class TorchEngine:
                     state.free(step.made)
                 else:
                     with record_function(f"PP:{step}") if is_named else _NOTHING:  # as torch's pipelining names them
-                        self._run_step(step, state)
+                        if isinstance(step, Send):
+                            state.send(step.made)
+                        elif isinstance(step, Receive):
+                            state.post_receive(step.made)
+                        else:
+                            self._run_action(step, state)
+                            self.recorder.heartbeat.enter_wait("neighbours")  # until its next action it can only wait
         return state.end()
-
-    def _run_step(self, step: Action | Send | Receive, state: _SentPass) -> None:
-        if isinstance(step, Send):
-            state.send(step.made)
-        elif isinstance(step, Receive):
-            state.post_receive(step.made)
-        else:
-            module = self._stages[step.stage]
-            module.enter_action(step.microbatch)
-            received = state.receive(step)
-            with self.recorder.note(step):
-                state.execute(step, module, received)
-            self.recorder.heartbeat.enter_wait("neighbours")  # until its next action this rank can only wait for others
-
-    def forget(self, old: Collection[CapturedModel]) -> None:
-        """Drop the passes of captures that are no longer used."""
-        self._passes = {key: x for key, x in self._passes.items() if key[0] not in old}
-
-    def reduce_gradients(self) -> None:
-        """Reduce-scatter the gradients of sharded stages over the replicas, after a step's last pass. Collective."""
-        for stage in self._stages.values():
-            if stage.shards is not None:
-                stage.shards.reduce_gradients()
 
 
 class _SentPass(PassState):

@@ -101,15 +101,14 @@ def num_samples(inputs: Any, *, usual: Any) -> int:
     found = count_rows(tensors, what="the inputs")
     if found == 0:
         raise UsageError("the inputs hold no samples; expected at least one")
-    if not _is_like(inputs, usual):
-        by_place, usual_by_place = _by_place(inputs), _by_place(usual)
-        for place in by_place.keys() & usual_by_place.keys():
-            got, expected = by_place[place].dtype, usual_by_place[place].dtype
-            if got != expected and (got.is_floating_point or expected.is_floating_point):
-                raise UsageError(
-                    f"the inputs have dtype {got}; expected {expected}, as in the plan: x.to({expected}), or, for a model of "
-                    "that dtype, gplan.pipeline(..., inputs=x)"
-                )
+    by_place, usual_by_place = _by_place(inputs), _by_place(usual)
+    for place in by_place.keys() & usual_by_place.keys():
+        got, expected = by_place[place].dtype, usual_by_place[place].dtype
+        if got != expected and (got.is_floating_point or expected.is_floating_point):
+            raise UsageError(
+                f"the inputs have dtype {got}; expected {expected}, as in the plan: x.to({expected}), or, for a model of "
+                "that dtype, gplan.pipeline(..., inputs=x)"
+            )
     return found
 
 
@@ -180,13 +179,6 @@ def _tensors(value: Any, *, what: str) -> list[Tensor]:
                 f"{what} hold a tensor on the meta device, which has no values; expected one on the CPU or a GPU"
             )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _is_like(inputs: Any, usual: Any) -> bool:
-    """Whether structure and dtypes are the same, as in most steps; a fast check before `_by_place`."""
-    (leaves, structure), (usual_leaves, usual_structure) = pytree.tree_flatten(inputs), pytree.tree_flatten(usual)
-    dtypes, usual_dtypes = ([getattr(x, "dtype", None) for x in found] for found in (leaves, usual_leaves))
-    return bool(structure == usual_structure and dtypes == usual_dtypes)
 
 
 def _by_place(inputs: Any) -> dict[str, Tensor]:

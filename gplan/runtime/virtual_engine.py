@@ -10,67 +10,49 @@ rank has, and updates the weight itself, which is one tensor.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gplan.core import Action, ActionKind, Schedule
-from gplan.runtime.capture_cache import CapturedModel
 from gplan.runtime.device_steps import Await, Free, Receive, Send, Step, device_steps
-from gplan.runtime.gradient_sync import add_gradients
-from gplan.runtime.pass_state import EnginePass, Gradients, PassState
-from gplan.runtime.recorder import ActionRecorder
+from gplan.runtime.gradient_sync import add_gradients, set_aside
+from gplan.runtime.pass_state import Engine, EnginePass, Gradients, PassState
 from gplan.runtime.stage_module import StageModule
 from gplan.simulation.simulator import dependency_order
 from gplan_profiler.capture.chain import Tensors
 from gplan_profiler.memory.allocations import now_ns
 
 
-class VirtualEngine:
+class VirtualEngine(Engine["_CopiedPass"]):
     """Runs all stages of a plan in this process."""
 
-    def __init__(self, modules: Sequence[StageModule], *, device: torch.device) -> None:
-        self.recorder = ActionRecorder()
+    def __init__(self, stages: Sequence[StageModule], *, device: torch.device) -> None:
+        super().__init__(stages, device=device)
         self.action_starts_ns: list[tuple[int, int]] = []  # (time_ns, device) of the current step
-        self._modules, self._device = modules, device
         self._tied = DeviceGradients()
-        self._flows: dict[tuple[CapturedModel, bool, int], _CopiedPass] = {}
 
     def run(self, work: EnginePass) -> list[Tensor]:
         """Run one pass; return the losses of its micro-batches."""
-        key = work.captured, work.trains, work.schedule.num_microbatches
-        devices = work.schedule.devices
-
-        if key not in self._flows:
-            self._flows[key] = _CopiedPass(work, self._device)
-        flow = self._flows[key]
-        flow.begin(work)
+        state = self._begun(work, lambda: _CopiedPass(work, self._device))
         users: dict[nn.Parameter, set[int]] = {}
-        for module in self._modules if work.trains else ():
-            for parameter in module.parameters():
-                users.setdefault(parameter, set()).add(devices[module.index])
+        for stage in self._stages.values() if work.trains else ():
+            for parameter in stage.parameters():
+                users.setdefault(parameter, set()).add(work.schedule.devices[stage.index])
         tied = [x for x, found in users.items() if len(found) > 1 and x.requires_grad]
         with self._tied.apart(tied):
-            for device, step in flow.steps:
+            for device, step in state.steps:
                 self.action_starts_ns.append((now_ns(), device))
-                if not isinstance(step, Action):
-                    flow.transfer(step)
-                    continue
-                self._tied.enter(device)
-                module = self._modules[step.stage]
-                module.enter_action(step.microbatch)
-                received = flow.receive(step)
-                with self.recorder.note(step):
-                    flow.execute(step, module, received)
-                del received
-        return flow.end()
-
-    def forget(self, old: Collection[CapturedModel]) -> None:
-        """Drop the passes of captures that are no longer used."""
-        self._flows = {key: x for key, x in self._flows.items() if key[0] not in old}
+                if isinstance(step, Action):
+                    self._tied.enter(device)
+                    self._run_action(step, state)
+                else:
+                    state.transfer(step)
+        return state.end()
 
 
 class DeviceGradients:
@@ -87,17 +69,14 @@ class DeviceGradients:
     @contextmanager
     def apart(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Inside, `enter` changes devices; at the end gradients are summed, with those of earlier passes."""
-        before = [x.grad for x in parameters]
         self._parameters, self._by_device, self._device = parameters, {}, None
-        self._set([None] * len(parameters))
-        try:
-            yield
-        finally:
-            self._leave()
-            for place, (parameter, gradient) in enumerate(zip(parameters, before, strict=True)):
-                for own in self._by_device.values():
-                    gradient = add_gradients(gradient, own[place])
-                parameter.grad = gradient
+        with set_aside(parameters):
+            try:
+                yield
+            finally:
+                self._leave()
+                for place, parameter in enumerate(parameters):
+                    parameter.grad = reduce(add_gradients, (own[place] for own in self._by_device.values()), None)
 
     def enter(self, device: int) -> None:
         """The following backwards are this device's."""
@@ -141,7 +120,13 @@ class TiedUpdates:
             with torch.no_grad():
                 parameter.copy_(value)
             parameter.grad = gradient.copy_(gradient_before)
-            self._restore(parameter, state)
+            now = self._optimizer.state.get(parameter, {})
+            for name in set(now) - set(state):
+                del now[name]
+            for name, x in state.items():
+                made = now.get(name)
+                is_alike = isinstance(x, Tensor) and isinstance(made, Tensor) and made.shape == x.shape
+                now[name] = made.copy_(x) if is_alike else x.clone() if isinstance(x, Tensor) else x
 
     def _kept(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Copies of the value, the gradient, and the optimizer's state."""
@@ -151,17 +136,6 @@ class TiedUpdates:
         }
         value = self._copy(parameter, "value", parameter.detach())
         return value, self._copy(parameter, "gradient", gradient), state
-
-    def _restore(self, parameter: nn.Parameter, before: dict[str, Any]) -> None:
-        state = self._optimizer.state.get(parameter, {})
-        for name in set(state) - set(before):
-            del state[name]
-        for name, x in before.items():
-            now = state.get(name)
-            if isinstance(x, Tensor):
-                state[name] = now.copy_(x) if isinstance(now, Tensor) and now.shape == x.shape else x.clone()
-            else:
-                state[name] = x
 
     def _copy(self, parameter: nn.Parameter, name: str, tensor: Tensor) -> Tensor:
         """A copy in memory that torch's allocator does not count, as no device of a real run has it."""
@@ -195,12 +169,15 @@ class _CopiedPass(PassState):
         """Do one step between two actions."""
         made = step.made
         if isinstance(step, Send):
-            specs = self.boundary(made.stage + 1 if made.kind is ActionKind.FORWARD else made.stage)
+            is_forward, output = made.kind is ActionKind.FORWARD, self.take_sent(made)
+            if not is_forward:
+                self._missing[made.receiver, made.microbatch] = tuple(x is None for x in output)
+            specs = self.boundary(made.stage + 1 if is_forward else made.stage)
             self._sent[made] = tuple(  # for a missing gradient the torch engine sends a marker of its size
                 torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
                 if x is None and spec.requires_grad
                 else x
-                for x, spec in zip(self._noted(made), specs, strict=True)
+                for x, spec in zip(output, specs, strict=True)
             )
         elif isinstance(step, Receive):
             self._buffers[made] = self.allocate(made)
@@ -215,13 +192,6 @@ class _CopiedPass(PassState):
             ):
                 buffer.copy_(tensor)
             self._is_there.add(made)
-
-    def _noted(self, made: Action) -> Gradients:
-        """The output of an action, once it is noted which gradients are missing."""
-        found = self.take_sent(made)
-        if made.kind is not ActionKind.FORWARD:
-            self._missing[made.receiver, made.microbatch] = tuple(x is None for x in found)
-        return found
 
     def received_gradients(self, stage: int, microbatch: int, buffers: Gradients) -> Gradients:
         missing = self._missing.pop((stage, microbatch))

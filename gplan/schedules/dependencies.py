@@ -60,33 +60,28 @@ def execution_order(schedule: Schedule) -> tuple[Action, ...]:
     Devices take turns; each one proceeds until it has to wait. Raises OrderError if devices wait for each other forever,
     or for an action of a stage or micro-batch that the schedule does not have.
     """
+    actions, num_done, has_progress = list[Action](), [0] * schedule.num_devices, True
+    is_done, is_ready = _completion_flags(schedule)
     try:
-        return _execution_order(schedule)
+        while has_progress:
+            has_progress = False
+            for device, order in enumerate(schedule.orders):
+                for i in range(num_done[device], len(order)):
+                    action = order[i]
+                    key = action.stage, action.kind
+                    if not is_ready[key][action.microbatch]:
+                        break
+                    is_done[key][action.microbatch] = True
+                    actions.append(action)
+                    num_done[device] = i + 1
+                    has_progress = True
+        _check_finished(schedule, num_done)
     except (IndexError, KeyError):
         last = schedule.num_stages - 1, schedule.num_microbatches - 1
         known = (x for order in schedule.orders for x in order if x.stage > last[0] or x.microbatch > last[1])
         raise OrderError(
             f"{schedule.name} has action {next(known)}; expected stages 0 to {last[0]} and micro-batches 0 to {last[1]}"
         ) from None
-
-
-def _execution_order(schedule: Schedule) -> tuple[Action, ...]:
-    actions, num_done = list[Action](), [0] * schedule.num_devices
-    is_done, is_ready = _completion_flags(schedule)
-    has_progress = True
-    while has_progress:
-        has_progress = False
-        for device, order in enumerate(schedule.orders):
-            for i in range(num_done[device], len(order)):
-                action = order[i]
-                key = action.stage, action.kind
-                if not is_ready[key][action.microbatch]:
-                    break
-                is_done[key][action.microbatch] = True
-                actions.append(action)
-                num_done[device] = i + 1
-                has_progress = True
-    _check_finished(schedule, num_done)
     return tuple(actions)
 
 

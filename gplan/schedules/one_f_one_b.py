@@ -56,44 +56,37 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gplan.core import Action, ActionKind
-from gplan.schedules.in_flight import NUM_WARMUP, num_interleaved_warmup
+
+NUM_WARMUP: dict[str, Callable[[int], int]] = {"1f1b": lambda left: left, "eager-1f1b": lambda left: 2 * left - 1}
+"""Forwards on a stage before its first backward, by how many stages are left from it on (K - s)."""
 
 
-def one_f_one_b(num_devices: int, num_microbatches: int) -> list[list[Action]]:
-    """1F1B's orders for K devices and M micro-batches.
+def one_f_one_b(
+    num_devices: int, num_microbatches: int, *, schedule: str = "1f1b", most_in_flight: int | None = None
+) -> list[list[Action]]:
+    """The orders of 1F1B or eager 1F1B for K devices and M micro-batches, of which a stage has at most so many in flight.
 
     >>> [str(action) for action in one_f_one_b(2, 3)[0]]
     ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
-    """
-    return _warmed_up(num_devices, num_microbatches, NUM_WARMUP["1f1b"])
-
-
-def capped_1f1b(num_devices: int, num_microbatches: int, most_in_flight: int) -> list[list[Action]]:
-    """1F1B's orders with at most so many micro-batches in flight on a stage.
-
-    >>> [str(action) for action in capped_1f1b(3, 3, 1)[0]]
+    >>> [str(action) for action in one_f_one_b(3, 3, most_in_flight=1)[0]]
     ['0F0', '0B0', '0F1', '0B1', '0F2', '0B2']
-    """
-    return _warmed_up(num_devices, num_microbatches, lambda left: min(most_in_flight, NUM_WARMUP["1f1b"](left)))
-
-
-def eager_1f1b(num_devices: int, num_microbatches: int) -> list[list[Action]]:
-    """The orders of eager 1F1B for K devices and M micro-batches.
-
-    >>> " ".join(str(action) for action in eager_1f1b(2, 4)[0])
+    >>> " ".join(str(action) for action in one_f_one_b(2, 4, schedule="eager-1f1b")[0])
     '0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3'
     """
-    return _warmed_up(num_devices, num_microbatches, NUM_WARMUP["eager-1f1b"])
-
-
-def _warmed_up(num_devices: int, num_microbatches: int, num_warmup: Callable[[int], int]) -> list[list[Action]]:
-    """So many forwards on each stage, then backward and forward in turns."""
     orders = []
     for stage in range(num_devices):
         forwards = [Action(stage, ActionKind.FORWARD, m) for m in range(num_microbatches)]
         backwards = [Action(stage, ActionKind.BACKWARD, m) for m in range(num_microbatches)]
-        orders.append(in_turns(backwards, forwards, num_before=num_warmup(num_devices - stage)))
+        num_before = min(NUM_WARMUP[schedule](num_devices - stage), most_in_flight or num_microbatches)
+        orders.append(in_turns(backwards, forwards, num_before=num_before))
     return orders
+
+
+def num_interleaved_warmup(num_devices: int, num_chunks: int, *, device: int) -> int:
+    """Forwards of interleaved 1F1B on a device before its first backward."""
+    if num_chunks == 1:
+        return NUM_WARMUP["1f1b"](num_devices - device)
+    return 2 * (num_devices - device - 1) + (num_chunks - 1) * num_devices + 1
 
 
 def interleaved_1f1b(num_devices: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
@@ -102,8 +95,6 @@ def interleaved_1f1b(num_devices: int, num_microbatches: int, num_chunks: int) -
     >>> " ".join(str(action) for action in interleaved_1f1b(2, 2, 2)[1])
     '1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1'
     """
-    if num_chunks == 1:
-        return one_f_one_b(num_devices, num_microbatches)
     orders = []
     for device in range(num_devices):
         stages = range(device, num_devices * num_chunks, num_devices)

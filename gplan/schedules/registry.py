@@ -18,7 +18,7 @@ from gplan.core.errors import UsageError
 from gplan.core.units import counted
 from gplan.schedules.custom import custom_order, is_custom_order
 from gplan.schedules.gpipe import looped_bfs
-from gplan.schedules.one_f_one_b import capped_1f1b, eager_1f1b, interleaved_1f1b, one_f_one_b
+from gplan.schedules.one_f_one_b import interleaved_1f1b, one_f_one_b
 from gplan.schedules.zero_bubble import zb_h1, zb_v
 
 Number = TypeVar("Number", bound=int | str | None)
@@ -44,12 +44,14 @@ _CHUNKS: Any = {"num_chunks": None, "number": "chunks a device", "default_number
 SCHEDULES: dict[str, ScheduleRule] = {
     "gpipe": ScheduleRule(make=looped_bfs),
     "1f1b": ScheduleRule(make=lambda k, m, _: one_f_one_b(k, m)),
-    "eager-1f1b": ScheduleRule(make=lambda k, m, _: eager_1f1b(k, m)),
+    "eager-1f1b": ScheduleRule(make=lambda k, m, _: one_f_one_b(k, m, schedule="eager-1f1b")),
     "interleaved-1f1b": ScheduleRule(make=interleaved_1f1b, **_CHUNKS),
     "looped-bfs": ScheduleRule(make=looped_bfs, **_CHUNKS),
     "zb-h1": ScheduleRule(make=lambda k, m, _: zb_h1(k, m), splits_backward=True),
     "zb-v": ScheduleRule(make=lambda k, m, _: zb_v(k, m), num_chunks=2, splits_backward=True, turns_back=True),
-    "1f1b-cap": ScheduleRule(make=capped_1f1b, number="micro-batches in flight on a stage"),
+    "1f1b-cap": ScheduleRule(
+        make=lambda k, m, n: one_f_one_b(k, m, most_in_flight=n), number="micro-batches in flight on a stage"
+    ),
 }
 
 MOST_ACTIONS = 5_000_000

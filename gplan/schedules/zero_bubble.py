@@ -35,8 +35,7 @@ from __future__ import annotations
 from collections import Counter
 
 from gplan.core import Action, ActionKind
-from gplan.schedules.in_flight import NUM_WARMUP
-from gplan.schedules.one_f_one_b import in_turns
+from gplan.schedules.one_f_one_b import NUM_WARMUP, in_turns
 
 _F, _I, _W = ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 

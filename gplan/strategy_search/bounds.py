@@ -33,7 +33,7 @@ from gplan.graph.down_sets import Floats
 from gplan.partition.bounds import least_before_s, least_transfers_s, shared_step_s, through_all_s
 from gplan.partition.memory_feasibility import bytes_before
 from gplan.partition.problem import Problem, compute_sums_s, layers_compute_s, num_recomputed
-from gplan.schedules.in_flight import NUM_WARMUP
+from gplan.schedules.one_f_one_b import NUM_WARMUP
 
 _MOST_BYTES = np.iinfo(np.int64).max
 _SLACK = 1e-9

@@ -67,16 +67,22 @@ class ProfileOptions:
         check_microbatch_sizes(self.microbatch_sizes)
         cores = len(usable_cores())
         if not 1 <= self.num_threads <= cores:
-            most = "1 is possible" if cores == 1 else f"1 to {cores} are possible"
+            possible = "1 is possible" if cores == 1 else f"1 to {cores} are possible"
             raise UsageError(
-                f"{self.num_threads} threads were requested; this process may use {counted(cores, 'core')}: {most}"
+                f"{self.num_threads} threads were requested; this process may use {counted(cores, 'core')}: {possible}"
             )
         if not self.budget_s > 0:
             raise UsageError(f"the time to sample is {self.budget_s:g} s; expected more than 0")
-        _check_device(self.device)
-        self._check_contention()
-
-    def _check_contention(self) -> None:
+        if self.device != "cpu":
+            match = re.fullmatch(r"cuda(?::([0-9]+))?", self.device)
+            if match is None:
+                raise UsageError(f"--device {self.device}: expected auto, cpu, cuda, cuda:1 or meta")
+            if (problem := cuda_problem()) is not None:
+                raise UsageError(f"--device {self.device}: {problem}; or use --device cpu")
+            if int(match[1] or 0) >= (count := torch.cuda.device_count()):
+                raise UsageError(
+                    f"--device {self.device}: this host has {counted(count, 'CUDA device')}, numbered from 0"
+                )
         if self.contention and self.device_kind != "cpu":
             raise UsageError(
                 f"--contention {self.contention} with --device {self.device}: contention is measured on CPU cores "
@@ -256,18 +262,6 @@ def _training_pass(file: ModelFile, options: ProfileOptions) -> Callable[[], obj
             run_naming_errors("the model", "backward", loss.backward)
 
     return train_once
-
-
-def _check_device(device: str) -> None:
-    if device == "cpu":
-        return
-    match = re.fullmatch(r"cuda(?::([0-9]+))?", device)
-    if match is None:
-        raise UsageError(f"--device {device}: expected auto, cpu, cuda, cuda:1 or meta")
-    if (problem := cuda_problem()) is not None:
-        raise UsageError(f"--device {device}: {problem}; or use --device cpu")
-    if int(match[1] or 0) >= (count := torch.cuda.device_count()):
-        raise UsageError(f"--device {device}: this host has {counted(count, 'CUDA device')}, numbered from 0")
 
 
 @contextmanager

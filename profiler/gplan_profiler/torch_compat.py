@@ -132,14 +132,14 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def module_call() -> Callable[..., Any]:
-    """The function that calls a module, `(module, *args, **kwargs)`."""
-    return nn.Module._call_impl
-
-
 def module_calls_replaced(call: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside, a call of a module is `call(module, *args, **kwargs)`."""
-    return replaced(nn.Module, _call_impl=call)
+    """Inside, a call of a module is `call(plain, module, *args, **kwargs)`; `plain(module, ...)` is what it is else."""
+    plain: Callable[..., Any] = nn.Module._call_impl
+
+    def replacement(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(plain, module, *args, **kwargs)
+
+    return replaced(nn.Module, _call_impl=replacement)
 
 
 def module_moves_replaced(to: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -225,9 +225,10 @@ def replace_clipping(total_norm: Callable[..., Tensor], clip: Callable[..., None
 # --- tracing and autograd
 
 
-def proxy_mode() -> Any:
-    """The mode that traces in the running torch.export; None outside."""
-    return _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+def running_tracer() -> Any:
+    """The tracer of the running torch.export; None outside."""
+    mode = _get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY)  # type: ignore[no-untyped-call]
+    return None if mode is None else mode.tracer
 
 
 @contextmanager

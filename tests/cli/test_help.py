@@ -94,7 +94,11 @@ def test_help_lists_every_verb_on_a_line(capsys: pytest.CaptureFixture[str]) -> 
     ("verb", "modules"),
     [
         ([], "gplan gplan.cli gplan.cli.verbs"),
-        (["balance"], "gplan gplan.cli gplan.cli.arguments gplan.cli.balance gplan.cli.output gplan.cli.verbs"),
+        (
+            ["balance"],
+            "gplan gplan.cli gplan.cli.arguments gplan.cli.balance gplan.cli.output gplan.cli.verbs gplan.interop "
+            "gplan.interop.receiver_table",
+        ),
         (["report"], "gplan gplan.cli gplan.cli.arguments gplan.cli.output gplan.cli.results gplan.cli.verbs"),
     ],
 )

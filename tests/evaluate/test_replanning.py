@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gplan.core import Collective, Constraints, Link, LinkPoint, MachineDevice, Plan, Profile
-from gplan.core.errors import FileError
+from gplan.core.errors import FileError, NoPlanError
 from gplan.evaluate.replanning import (
-    memory_excess,
     other_times_notes,
     plan_with_cuts,
+    plan_within_memory,
     profile_in_plan_order,
     replan,
     setting_of,
@@ -31,7 +31,6 @@ from tests.evaluate.explain.settings import (
 )
 from tests.made import make_profile
 from tests.reporting.subjects import named
-from tests.scheduled import scheduled_plan
 
 
 @pytest.mark.parametrize("recompute", ["never", "always", "except-last"])
@@ -57,15 +56,16 @@ def test_repricing_chunked_plans(given: dict[str, Any], minimize: str) -> None:
     )
     assert found.proof.objective_s == pytest.approx(plan.proof.objective_s, rel=1e-12)
     worst = plan.device_peak_bytes.index(plan.peak_bytes)
-    tight = plan_with_cuts(profile, replace(setting_of(plan), memory_bytes=plan.peak_bytes - 1), plan.cuts)
-    assert memory_excess(tight).startswith(f"device {worst} needs")
+    with pytest.raises(NoPlanError, match=f"^device {worst} needs"):
+        plan_within_memory(profile, replace(setting_of(plan), memory_bytes=plan.peak_bytes - 1), plan.cuts)
 
 
 def test_memory_excess_names_the_stage_of_a_device() -> None:
-    plan = scheduled_plan("custom:1F0 1B0 / 0F0 0B0", num_microbatches=1)
-    worst = plan.stages_of(plan.device_peak_bytes.index(plan.peak_bytes))[0].index
-    assert memory_excess(replace(plan, memory_limit_bytes=plan.peak_bytes - 1)).startswith(f"stage {worst} needs")
+    plan = plan_of(uneven(), num_devices=2, num_microbatches=1, schedule="custom:1F0 1B0 / 0F0 0B0")
     assert [plan.stages_of(device)[0].index for device in range(2)] == [1, 0]
+    worst = plan.stages_of(plan.device_peak_bytes.index(plan.peak_bytes))[0].index
+    with pytest.raises(NoPlanError, match=f"^stage {worst} needs"):
+        plan_within_memory(uneven(), replace(setting_of(plan), memory_bytes=plan.peak_bytes - 1), plan.cuts)
 
 
 def test_only_the_setting_limits_memory() -> None:
@@ -89,17 +89,17 @@ def test_a_faster_link_shortens_every_transfer_alike(factor: float) -> None:
 
 def test_repricing_selected_layers() -> None:
     plan = plan_of(recompute_bound(), memory_bytes=70, recompute="selected")
-    found = plan_with_cuts(recompute_bound(), setting_of(plan), plan.cuts)
+    found = plan_within_memory(recompute_bound(), setting_of(plan), plan.cuts)
     assert any(stage.recompute_layers for stage in plan.stages)
-    assert (found.stages, found.prediction.step_s, memory_excess(found)) == (plan.stages, plan.prediction.step_s, "")
+    assert (found.stages, found.prediction.step_s) == (plan.stages, plan.prediction.step_s)
 
 
 def test_memory_excess_of_selected_layers() -> None:
     profile = make_profile([1.0, 1.0, 1.0], stash_bytes=10, weight_bytes=10)
-    found = plan_with_cuts(profile, setting(memory_bytes=60, recompute="selected"), (2,))
-    assert memory_excess(found).startswith(
-        f"stage 0 needs {found.peak_bytes} B, whichever layers it recomputes; expected"
-    )
+    limited = setting(memory_bytes=60, recompute="selected")
+    needed = plan_with_cuts(profile, limited, (2,)).peak_bytes
+    with pytest.raises(NoPlanError, match=f"^stage 0 needs {needed} B, whichever layers it recomputes; expected"):
+        plan_within_memory(profile, limited, (2,))
 
 
 def test_setting_keeps_constraints() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
-from gplan.core import Plan, Run
+from gplan.core import Contender, LeftOut, Plan, Run
 from gplan.core.errors import RunError
 from gplan.core.progress import no_progress
 from gplan.evaluate.rivals import rivals_of
-from gplan.evaluate.verify import RoundResults, run_rounds
+from gplan.evaluate.verify import run_rounds
 from tests.evaluate.hosts import MadeHost, run_of, usual_plan, usual_profile
 
 
@@ -16,8 +18,14 @@ def three() -> dict[str, Plan]:
     return dict(rivals_of(usual_plan(), usual_profile(), num_rivals=2).plans)
 
 
-def measured_on(host: MadeHost, *, num_rounds: int = 3) -> RoundResults:
-    return run_rounds(three(), host, num_rounds=num_rounds, progress=no_progress)
+class Rounds(NamedTuple):
+    contenders: tuple[Contender, ...]
+    left_out: list[LeftOut]
+    notes: list[str]
+
+
+def measured_on(host: MadeHost, *, num_rounds: int = 3) -> Rounds:
+    return Rounds(*run_rounds(three(), host, num_rounds=num_rounds, progress=no_progress))
 
 
 def letters(plans: list[Plan]) -> str:
@@ -58,16 +66,17 @@ def test_runs_disturbed_in_more_than_half_of_their_steps(num_disturbed: int, cou
     def runner(plan: Plan) -> Run:
         return run_of(plan, num_disturbed=num_disturbed)
 
-    assert len(run_rounds(three(), runner, num_rounds=3, progress=no_progress).disturbed) == count
+    _, _, notes = run_rounds(three(), runner, num_rounds=3, progress=no_progress)
+    assert [x.split(" although")[0] for x in notes] == [f"{count} runs counted"] * (count > 0)
 
 
 def test_only_complete_rounds_count_as_disturbed() -> None:
-    assert len(measured_on(MadeHost(disturbed=range(3, 100), interrupted_at=7)).disturbed) == 3
+    assert measured_on(MadeHost(disturbed=range(3, 100), interrupted_at=7)).notes[1].startswith("3 runs counted")
 
 
 def test_interrupt_keeps_complete_rounds() -> None:
     found = measured_on(MadeHost(interrupted_at=7))
-    assert found.is_interrupted
+    assert found.notes == ["interrupted: the results are of the whole rounds so far"]
     assert [len(x.steps_s) for x in found.contenders] == [2, 2, 2]
 
 
@@ -107,7 +116,7 @@ def test_a_plan_may_fail_after_a_rival_did() -> None:
     found = measured_on(host)
     assert letters(host.calls) == "abccaa"
     assert [len(x.steps_s) for x in found.contenders] == [1 + 1, 1 + 1]
-    assert found.failure == "a process was stopped"
+    assert found.notes[0].endswith("are of the whole rounds so far: a process was stopped")
 
 
 def test_a_plan_that_fails_itself_ends_it() -> None:
@@ -121,7 +130,8 @@ def test_plan_failing_later_keeps_complete_rounds() -> None:
     found = measured_on(host, num_rounds=4)
     assert letters(host.calls) == "abccbaa"
     assert [len(x.steps_s) for x in found.contenders] == [2, 2, 2]
-    assert (found.failure, found.is_interrupted, found.left_out) == ("a process was stopped", False, ())
+    text = "the plan failed in a later round, so the results are of the whole rounds so far: a process was stopped"
+    assert (found.notes, found.left_out) == ([text], [])
 
 
 def test_progress_of_rounds() -> None:

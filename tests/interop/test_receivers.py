@@ -13,18 +13,16 @@ from receivers.random_plans import random_plans
 
 import gplan
 from gplan.cli import main
-from gplan.cli.arguments import RECEIVERS as CHOICES
 from gplan.core import Constraints, Plan, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.interop.export.exporters import FORMATS, export
 from gplan.interop.layouts import read_layout, stage_letters
-from gplan.interop.planning import ForReceiver, best_for_receiver, import_plan
-from gplan.interop.receivers import RECEIVERS, constraints_for, setting_of, settings_problem
+from gplan.interop.planning import ForReceiver, import_plan
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import constraints_for, setting_of, settings_problem
 from gplan.schedules.registry import SCHEDULES
 from gplan.schedules.request import PipelineSetting
-from gplan_profiler.analytic.decoder_config import Widths
-from gplan_profiler.analytic.decoder_profile import decoder_profile
-from gplan_profiler.analytic.hardware import load_hardware
+from tests.decoders import decoder_profile
 from tests.interop.planned import planned, profiled, shared, transformer, value
 from tests.made import make_profile
 from tests.searching import search
@@ -52,13 +50,11 @@ def language_model(num_blocks: int = 10, *, head_s: float = 4.0, path: str = "la
 # The table
 
 
-def test_every_receiver_has_an_exporter_and_is_a_choice_of_the_command_line() -> None:
-    assert tuple(RECEIVERS) == CHOICES
+def test_every_receiver_has_an_exporter() -> None:
     assert {*FORMATS} - {*RECEIVERS} == {"csv", "json"}
     for receiver in RECEIVERS.values():
         assert set(receiver.schedules or ()) <= set(SCHEDULES)
-        assert set(receiver.recompute) <= set(get_args(RecomputeMode))
-        assert "never" in receiver.recompute
+        assert {"never"} <= set(receiver.recompute or {"never"}) <= set(get_args(RecomputeMode))
 
 
 @pytest.mark.parametrize("receiver", TAKE_CUTS)
@@ -182,7 +178,7 @@ def test_more_stages_than_a_receiver_can_divide_are_refused_with_the_reason() ->
     tied = replace(language_model(4), shared_weights=(shared(0, 6),))
     rules = ForReceiver.of("torchtitan", tied)
     with pytest.raises(UsageError, match=r"2 stages, of this model at most 1: .* does not sum its gradients: untie it"):
-        rules.check("1f1b", num_devices=2, num_microbatches=4, recompute="never")
+        rules.check(PipelineSetting(schedule="1f1b", num_devices=2, num_microbatches=4))
 
 
 PARTS = ["stem", *(f"layers.{i}.{part}" for i in range(4) for part in ("attention", "mlp")), "norm", "head"]
@@ -191,7 +187,8 @@ DIVIDED = tuple(f"layers.{i}" for i in range(4))
 
 def test_parts_of_a_divided_layer_stay_together() -> None:
     profile = divided(PARTS, *DIVIDED)
-    found = best_for_receiver(profile, receiver="megatron", num_devices=2, num_microbatches=4)
+    rules = ForReceiver.of("megatron", profile)
+    found = gplan.balance(profile, num_devices=2, num_microbatches=4, schedule="1f1b", constraints=rules.constraints)
     assert all(cut % 2 for cut in found.cuts)  # between two blocks
     text = export(found, to="megatron", profile=profile).text
     assert "'Ett|ttL'" in text and "--num-layers 4" in text
@@ -308,7 +305,7 @@ def test_a_layout_of_several_stages_a_device_is_interleaved() -> None:
 
 
 def test_a_layout_that_does_not_fit_the_memory_is_refused() -> None:
-    profile = decoder_profile("llama3-8b", load_hardware("h100"), widths=Widths())
+    profile = decoder_profile("llama3-8b")
     layout = "E" + "t" * 20 + "|" + "t" * 4 + "|" + "t" * 4 + "|" + "t" * 4 + "L"
     with pytest.raises(NoPlanError):
         import_plan(layout, profile, receiver="megatron", num_microbatches=8)
@@ -388,8 +385,12 @@ def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.Captu
     ],
 )
 def test_layouts_of_configurations_name_real_modules(receiver: str, first: str, last: str) -> None:
-    profile = decoder_profile("llama3-8b", load_hardware("h200"), widths=Widths())
-    plan = best_for_receiver(profile, receiver=receiver, num_devices=4, num_microbatches=8, memory_bytes=10**12)
+    profile = decoder_profile("llama3-8b", hardware="h200")
+    rules = ForReceiver.of(receiver, profile)
+    plan = gplan.balance(
+        profile, num_devices=4, num_microbatches=8, schedule=rules.default_schedule(), constraints=rules.constraints,
+        memory_bytes=10**12,
+    )  # fmt: skip
     text = export(plan, to=receiver, profile=profile).text
     assert first in text and last in text
     assert read_layout(text, profile, receiver=receiver).cuts == plan.cuts

@@ -36,7 +36,7 @@ def search(**fields: Any) -> WidthSearch:
 
 
 def test_settings_use_every_device_and_every_sample() -> None:
-    choices = list(search().space.choices())
+    choices = list(search().choices())
     assert len(choices) == len(set(choices)) > 20
     for choice in choices:
         widths = choice.widths
@@ -44,7 +44,7 @@ def test_settings_use_every_device_and_every_sample() -> None:
         assert choice.num_microbatches * choice.microbatch_size * widths.data == 16
         assert choice.num_chunks == 1 or choice.num_microbatches % widths.pipeline == 0
     experts = search(decoder=load_decoder("mixtral-8x7b", SMALL), fixed={"tensor": 1, "pipeline": 1})
-    assert {x.widths.expert for x in experts.space.choices()} == {1, 2, 4}
+    assert {x.widths.expert for x in experts.choices()} == {1, 2, 4}
 
 
 def test_more_tensor_ranks_than_heads_of_keys_where_the_trainer_copies_them() -> None:
@@ -53,7 +53,7 @@ def test_more_tensor_ranks_than_heads_of_keys_where_the_trainer_copies_them() ->
     widths = {}
     for receiver in ("megatron", "torchtitan"):
         made = search(decoder=decoder, num_devices=8, receiver=receiver)
-        widths[receiver] = {x.widths.tensor for x in made.space.choices()}
+        widths[receiver] = {x.widths.tensor for x in made.choices()}
     assert widths == {"megatron": {1, 2, 4, 8}, "torchtitan": {1, 2, 4}}
     made = search(decoder=decoder, num_devices=8)
     keys_of = {}
@@ -86,7 +86,7 @@ def test_the_best_of_all_partitions_of_all_settings(
 ) -> None:
     made = search(decoder=load_decoder(model, SMALL), fixed=fixed, memory_bytes=memory_bytes)
     found, fastest = made.run(), float("inf")
-    for choice in made.space.choices():
+    for choice in made.choices():
         steps = every_step_s(made, choice)
         assert made.bounds_of(choice).step_s <= min(steps, default=float("inf")) * (1 + 1e-9), choice
         fastest = min([fastest, *steps])
@@ -123,7 +123,7 @@ def test_blocks_counted_by_a_program_are_the_best(
     off = 0.01 if settings.get("num_nextn_predict_layers") else 1e-4
     fixed: dict[str, int | str | None] = {"microbatch_size": 1, "tensor": 1, "pipeline": 4, "data": 1}
     made = search(decoder=load_decoder(model, settings), fixed=fixed, memory_bytes=memory_bytes)
-    for choice in made.space.choices():
+    for choice in made.choices():
         problem, steps = made.problem(choice), every_step_s(made, choice)
         assert equal_blocks(problem) == blocks
         nothing = Counted(cut=None, step_s=float("inf"), lower_bound_s=0.0)
@@ -137,7 +137,7 @@ def test_a_program_goes_on_with_a_smaller_gap() -> None:
     """Steps that the first gap leaves out are looked for with the second."""
     fixed: dict[str, int | str | None] = {"microbatch_size": 1, "tensor": 1, "pipeline": 4, "data": 1, "num_chunks": 1}
     made = search(fixed=fixed, batch_size=64, sequence_length=8192)
-    choice = next(made.space.choices())
+    choice = next(made.choices())
     problem, best_s = made.problem(choice), min(every_step_s(made, choice))
     program, deadline_s = BlockProgram(problem, range(1, 7)), time.perf_counter() + 60
     known = Counted(cut=None, step_s=1.05 * best_s, lower_bound_s=0.0)
@@ -151,7 +151,7 @@ def test_a_program_goes_on_with_a_smaller_gap() -> None:
 def test_moves_better_an_even_partition() -> None:
     made = search(fixed={"tensor": 1, "data": 1}, memory_bytes=4_600_000_000)
     is_better = False
-    for choice in made.space.choices():
+    for choice in made.choices():
         problem, steps = made.problem(choice), every_step_s(made, choice)
         even = made.even_cut(problem)
         found = made.bettered_cut(problem, even, time.perf_counter() + 60)

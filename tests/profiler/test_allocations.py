@@ -39,9 +39,14 @@ from gplan_profiler.memory.layer_memory import (
     tied_uses,
     with_sums,
 )
-from gplan_profiler.model.load import load_model_file
+from tests.model_files import load_model_file
 
 KIB = 1024
+
+
+def test_a_sparse_buffer_counts_with_its_values() -> None:
+    heads = torch.eye(4).to_sparse()
+    assert storage_bytes([heads, heads, torch.zeros(3)]) == 4 * 4 + 3 * 4
 
 
 def test_the_peak_and_what_is_alive_are_the_allocators() -> None:

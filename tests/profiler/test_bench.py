@@ -26,7 +26,6 @@ from gplan_profiler.timing.bench import (
 
 def bench_of(*layers: nn.Module) -> Bench:
     return Bench(
-        name="all",
         names=tuple("abc"[: len(layers)]),
         keys=tuple(str(i) for i in range(len(layers))),
         layers=layers,

@@ -19,7 +19,7 @@ from gplan.files import json_files
 from gplan.strategy_search.planner import balance
 from gplan_profiler.analytic.computed_profile import ComputeOptions, computed_profile
 from gplan_profiler.analytic.hardware import load_hardware
-from gplan_profiler.analytic.layer_work import analyse, analyse_halves
+from gplan_profiler.analytic.layer_work import analyse, analyse_split
 from gplan_profiler.analytic.roofline import Operation, roofline_seconds, total_work
 from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.chain import Chain, Tensors, flat_tensors
@@ -105,7 +105,7 @@ def flops_of(operations: tuple[Operation, ...] | None, kind: str) -> int:
 def test_each_half_of_a_backward_has_one_of_the_two_products() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3, padding=1), nn.Flatten(), nn.Linear(320, 6))  # fmt: skip
     _, layers, tensors = captured(model, torch.randn(2, 3, 8, 8))
-    stem, norm, conv, _, linear, _ = analyse_halves(layers, tensors, sum_of_squares)
+    stem, norm, conv, _, linear, _ = analyse_split(layers, tensors, sum_of_squares)
     assert stem.input_half is None  # nothing goes back through it
     for half in (conv.input_half, conv.weight_half):
         assert flops_of(half, "convolution") == 2 * 2 * 64 * 9 * 4 * 5
@@ -116,14 +116,14 @@ def test_each_half_of_a_backward_has_one_of_the_two_products() -> None:
 
 def test_a_weight_that_layers_share_has_its_second_half_once() -> None:
     _, layers, tensors = captured(Tied(), torch.randint(0, 11, (2, 5)))
-    *_, head, _ = analyse_halves(layers, tensors, sum_of_squares)
+    *_, head, _ = analyse_split(layers, tensors, sum_of_squares)
     assert flops_of(head.weight_half, "matmul") == flops_of(head.input_half, "matmul") == 2 * 10 * 8 * 11
 
 
 def test_pending_bytes_match_the_allocator() -> None:
     model = ConvNet()
     _, layers, tensors = captured(model, torch.randn(2, 3, 8, 8))
-    computed = [x.memory.pending_bytes for x in analyse_halves(layers, tensors, sum_of_squares)]
+    computed = [x.memory.halves.pending_bytes for x in analyse_split(layers, tensors, sum_of_squares)]
     allocate_gradients(model)
     assert computed == [x.pending_bytes for x in measure_halves(layers, tensors, sum_of_squares)]
     assert any(computed)

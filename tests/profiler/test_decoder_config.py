@@ -9,19 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gplan.core import Profile
 from gplan.core.errors import FileError, UsageError
 from gplan.corrections.sharding import sharded
 from gplan.cost.stage_table import StageTable
-from gplan_profiler.analytic.decoder_config import Widths, decoder_names, load_decoder
-from gplan_profiler.analytic.decoder_profile import DecoderProfile, decoder_profile, num_parameters
+from gplan_profiler.analytic.decoder_config import Widths, known_decoders, load_decoder
+from gplan_profiler.analytic.decoder_profile import DecoderProfile, num_parameters
 from gplan_profiler.analytic.hardware import load_hardware
+from tests.decoders import decoder_profile
 
 H100 = load_hardware("h100")
-
-
-def profile_of(name: str, **widths: int) -> Profile:
-    return decoder_profile(name, H100, widths=Widths(**widths))
 
 
 PUBLISHED = {  # parameters in billions, by the model cards; DeepSeek-V3's 671 are without multi-token prediction
@@ -58,23 +54,26 @@ def test_models_are_found_by_their_ids() -> None:
 
 
 def test_deepseek_has_671_billion_parameters_and_a_layer_that_predicts_further() -> None:
-    profile = profile_of("deepseek-v3")
+    profile = decoder_profile("deepseek-v3")
     predicted = next(x for x in profile.layers if x.name == "mtp.0")
     main = profile.num_parameters - predicted.num_parameters
     assert main / 1e9 == pytest.approx(671.0, rel=2e-3)
     assert predicted.num_parameters / 1e9 == pytest.approx(11.5, rel=2e-2)
-    assert set(decoder_names()) == {*PUBLISHED, "deepseek-v3"}
+    assert set(known_decoders()) == {*PUBLISHED, "deepseek-v3"}
 
 
 def test_a_forward_has_two_flops_for_each_active_parameter_and_token() -> None:
-    profile = decoder_profile("llama3-8b", H100, widths=Widths(sequence_length=2048))
+    profile = decoder_profile("llama3-8b", sequence_length=2048)
     products = sum(x.num_flops for layer in profile.layers for x in layer.costs[0].forward_work if x.kind == "matmul")
     weights = profile.num_parameters - 128256 * 4096  # the embedding is looked up
     assert products == pytest.approx(2 * 2048 * weights, rel=1e-3)
 
 
 def test_work_memory_and_weights_are_divided() -> None:
-    whole, split = profile_of("deepseek-v3"), profile_of("deepseek-v3", tensor=2, expert=64, expert_tensor=1, data=64)
+    whole, split = (
+        decoder_profile("deepseek-v3"),
+        decoder_profile("deepseek-v3", tensor=2, expert=64, expert_tensor=1, data=64),
+    )
     for before, after in zip(whole.layers[1:5], split.layers[1:5], strict=True):
         assert after.costs[0].stash_bytes == before.costs[0].stash_bytes // 2
         flops = [sum(x.num_flops for x in layer.costs[0].forward_work) for layer in (before, after)]
@@ -130,7 +129,7 @@ def test_experts_are_divided_over_ranks_that_are_there() -> None:
     with pytest.raises(UsageError, match="the sequence-length size is 0"):
         Widths(sequence_length=0)
     with pytest.raises(UsageError, match="32 heads cannot be divided over 7 ranks"):
-        profile_of("llama3-8b", tensor=7)
+        decoder_profile("llama3-8b", tensor=7)
 
 
 MIB = 2**20
@@ -138,7 +137,7 @@ MIB = 2**20
 
 def test_memory_of_a_block_by_hand() -> None:
     """Llama-3 70B at 4096 tokens: hidden states 64 MiB, queries 64, keys and values 8 each, half of the gate's input 224."""
-    block = profile_of("llama3-70b").layers[1].costs[0]
+    block = decoder_profile("llama3-70b").layers[1].costs[0]
     kept = 64 + (64 + 8 + 8) + 64 + 1 + 64 + 64 + 2 * 224 + 224 + 64  # in the order of the forward, with the output
     assert block.stash_bytes == kept * MIB
     assert block.backward_workspace_bytes == (64 + 224 + 2 * 224 - 224) * MIB  # in the gate's backward
@@ -149,7 +148,7 @@ def test_fused_cross_entropy_keeps_the_logits_alone() -> None:
     made = DecoderProfile(
         name="llama3-70b", decoder=load_decoder("llama3-70b"), widths=Widths(), hardware=H100, fuses_cross_entropy=True
     ).profile((1,))
-    fused, plain = made.layers[-1].costs[0], profile_of("llama3-70b").layers[-1].costs[0]
+    fused, plain = made.layers[-1].costs[0], decoder_profile("llama3-70b").layers[-1].costs[0]
     logits = 4096 * 128256
     assert fused.stash_bytes == 2 * logits + 64 * MIB
     assert plain.stash_bytes == 4 * logits + 64 * MIB
@@ -159,7 +158,7 @@ def test_fused_cross_entropy_keeps_the_logits_alone() -> None:
 
 
 def test_megatron_frees_outputs_and_receives_when_it_needs() -> None:
-    made = profile_of("llama3-70b")
+    made = decoder_profile("llama3-70b")
     first, later = (StageTable(made, 32).row_parts(*x) for x in ((0, 3), (3, 5)))
     blocks = 1073 * MIB
     assert first.stash == 2 * blocks  # the embedding's output, and no output of the stage
@@ -171,7 +170,7 @@ def test_megatron_frees_outputs_and_receives_when_it_needs() -> None:
 
 
 def test_experts_wait_for_their_tokens() -> None:
-    alone, spread = (profile_of("mixtral-8x7b", expert=x, data=4).layers[1].costs[0] for x in (1, 4))
+    alone, spread = (decoder_profile("mixtral-8x7b", expert=x, data=4).layers[1].costs[0] for x in (1, 4))
     sent = 2 * 2 * 4096 * 4096  # two experts a token
     exchange_s = 2 * (3 * H100.link.latency_s + 0.75 * sent / H100.link.bytes_per_s)
     assert spread.forward.median_s == pytest.approx(alone.forward.median_s + exchange_s, rel=0.05)
@@ -188,7 +187,7 @@ def test_megatron_shards_the_state_in_place() -> None:
 
 
 def test_experts_on_one_rank_alone_hold_their_state() -> None:
-    alone, spread = (profile_of("mixtral-8x7b", expert=4, data=data).layers[1] for data in (4, 8))
+    alone, spread = (decoder_profile("mixtral-8x7b", expert=4, data=data).layers[1] for data in (4, 8))
     experts = 2 * 3 * 4096 * 14336
     dense = alone.num_parameters - experts
     assert alone.gradient_bytes == 4 * dense
@@ -236,7 +235,7 @@ def test_attention_to_a_window_is_counted_by_pairs_of_tokens(tmp_path: Path) -> 
     }
     for kind, key in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
         path.write_text(json.dumps({**SMALL, key: window, "layer_types": [kind, *["full_attention"] * 5]}))
-        profile = decoder_profile(str(path), H100, widths=Widths(sequence_length=sequence))
+        profile = decoder_profile(str(path), sequence_length=sequence)
         windowed, full = (
             next(x.num_flops for x in profile.layers[i].costs[0].forward_work if x.kind == "attention") for i in (1, 2)
         )
@@ -317,9 +316,9 @@ def test_experts_by_the_keys_of_ernie(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tensor", [2, 8])
 def test_experts_are_divided_by_the_tensor_width(tensor: int) -> None:
-    whole, split = profile_of("mixtral-8x7b").layers[1], profile_of("mixtral-8x7b", tensor=tensor).layers[1]
+    whole, split = decoder_profile("mixtral-8x7b").layers[1], decoder_profile("mixtral-8x7b", tensor=tensor).layers[1]
     assert split.weight_bytes == pytest.approx(whole.weight_bytes / tensor, rel=1e-3)
-    replicated = decoder_profile("mixtral-8x7b", H100, widths=Widths(tensor=tensor, expert_tensor=1)).layers[1]
+    replicated = decoder_profile("mixtral-8x7b", tensor=tensor, expert_tensor=1).layers[1]
     assert replicated.weight_bytes > 0.9 * whole.weight_bytes
     flops = [sum(x.num_flops for x in layer.costs[0].forward_work) for layer in (whole, split, replicated)]
     assert flops[1:] == [pytest.approx(flops[0] / tensor, rel=1e-3)] * 2
@@ -342,4 +341,4 @@ def test_keys_that_are_not_used_are_told(tmp_path: Path) -> None:
         "mode of the configuration is not used; layers are computed as without it",
         "final_logit_softcapping of the configuration is not used; layers are computed as without it",
     )
-    assert not any(load_decoder(name).unused for name in decoder_names())
+    assert not any(load_decoder(name).unused for name in known_decoders())

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gplan_profiler.analytic.decoder_config import Widths, load_decoder
-from gplan_profiler.analytic.decoder_profile import decoder_profile, num_parameters
-from gplan_profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.decoder_config import load_decoder
+from gplan_profiler.analytic.decoder_profile import num_parameters
+from tests.decoders import decoder_profile
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -135,14 +135,14 @@ def test_parameters_are_those_of_the_model_itself(name: str, tmp_path: Path) -> 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config.to_dict()))
     length = getattr(config, "n_positions", 4096)
-    profile = decoder_profile(str(path), load_hardware("h100"), widths=Widths(sequence_length=length))
+    profile = decoder_profile(str(path), sequence_length=length)
     body = getattr(model, "model", model.base_model)
     blocks = [sum(x.numel() for x in block.parameters()) for block in (body.h if hasattr(body, "h") else body.layers)]
     assert [x.num_parameters for x in profile.layers[1:-1]] == blocks
     shared = sum(x.num_parameters for x in profile.shared_weights)
     assert sum(x.num_parameters for x in profile.layers) + shared == sum(x.numel() for x in model.parameters())
     assert len([x for x in profile.notes if "is not used" in x]) == 2 * (name == "Gemma-2")  # its caps of logits
-    attended = [load_decoder(str(path)).attended(i, 10**6) < 1 for i in range(config.num_hidden_layers)]
+    attended = [load_decoder(str(path)).block_kind(i, 10**6).attended < 1 for i in range(config.num_hidden_layers)]
     windows = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
         windows = ["sliding_attention"] * config.num_hidden_layers

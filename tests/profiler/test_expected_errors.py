@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gplan.strategy_search.planner import balance
-from gplan_profiler.analytic.decoder_config import Widths
-from gplan_profiler.analytic.decoder_profile import decoder_profile
 from gplan_profiler.analytic.expected_errors import ExpectedError, expected_error
-from gplan_profiler.analytic.hardware import load_hardware
+from tests.decoders import decoder_profile
 
 
 def test_sentence() -> None:
@@ -35,6 +33,6 @@ def test_kinds(trainer: str, hardware: str, kind: str) -> None:
 
 
 def test_plan_of_a_computed_profile_says_it() -> None:
-    profile = decoder_profile("llama3-8b", load_hardware("a100"), widths=Widths(tensor=2, sequence_length=2048))
+    profile = decoder_profile("llama3-8b", hardware="a100", tensor=2, sequence_length=2048)
     plan = balance(profile, num_devices=2, num_microbatches=8, schedule="1f1b")
     assert sum("published runs like this one (Megatron-LM" in x for x in plan.notes) == 1

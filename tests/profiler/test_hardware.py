@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gplan.core.errors import FileError, UsageError
-from gplan_profiler.analytic.hardware import KINDS, hardware_names, load_hardware
+from gplan_profiler.analytic.hardware import KINDS, hardware_table, load_hardware
 
 MINE = """
 kind = "cuda"
@@ -50,7 +50,7 @@ def test_built_in_devices_are_complete(name: str) -> None:
     assert all(0 < x.flops <= 1 and 0 < x.bandwidth <= 1 for x in hardware.efficiencies.values())
     assert all(len(source) >= len("assumed") for _, source in hardware.sources)
     assert hardware.device().memory_bytes == hardware.memory_bytes
-    assert name in hardware_names()
+    assert name in hardware_table()
 
 
 def test_float32_runs_as_torch_runs_it_by_default() -> None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from gplan.core.errors import ModelError, UsageError
 from gplan_profiler.capture.capture import capture
 from gplan_profiler.model.data import find_loss_reduction
-from gplan_profiler.model.load import load_model_file, model_in_memory, open_model_file
+from gplan_profiler.model.load import model_in_memory, open_model_file
 from gplan_profiler.model.model_reference import parse_input_shapes
+from tests.model_files import load_model_file
 
 GOOD = """
 import torch

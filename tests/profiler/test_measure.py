@@ -274,7 +274,8 @@ def test_too_much_contention_is_refused() -> None:
 
 
 def test_contention_on_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gplan_profiler.measure._check_device", lambda _device: None)
+    monkeypatch.setattr("gplan_profiler.measure.cuda_problem", lambda: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert ProfileOptions(device="cuda", link=LINK).num_neighbours == 0
     with pytest.raises(UsageError, match="--contention 1 with --device cuda"):
         ProfileOptions(device="cuda", link=LINK, contention=1)

@@ -13,8 +13,9 @@ from gplan.core.errors import ModelError
 from gplan_profiler.model import memory_budget
 from gplan_profiler.model import memory_budget as tested
 from gplan_profiler.model.given_model import GivenModel
-from gplan_profiler.model.load import ModelTooLargeError, load_model_file
+from gplan_profiler.model.load import ModelTooLargeError
 from gplan_profiler.model.memory_budget import available_bytes, headroom, saved_bytes, weight_bytes
+from tests.model_files import load_model_file
 
 FILE = """
 import torch
@@ -105,10 +106,10 @@ def test_what_is_needed_counts_weights_gradients_and_a_step(file: str, monkeypat
     assert weight_bytes(lazy) == weights
     kept = 4 * (16 + 16)  # the input and the sigmoid's output, for each sample
     assert saved_bytes(lazy, 8) == 8 * kept
-    small, large = (headroom(lazy, batch_size=size).needed_bytes for size in (1, 1000))
+    small, large = (headroom(lazy, batch_size=size)[0] for size in (1, 1000))
     assert small == 2 * weights + 5 * weights
     assert large == 2 * weights + 1000 * kept
-    assert headroom(lazy, batch_size=1000, num_copies=2).needed_bytes == 2 * large
+    assert headroom(lazy, batch_size=1000, num_copies=2)[0] == 2 * large
 
 
 def test_nothing_is_known_of_a_step_that_decides_by_values(tmp_path: Path) -> None:

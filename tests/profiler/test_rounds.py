@@ -69,7 +69,6 @@ def bench_of(keys: tuple[str, ...], *, inputs_want_gradient: bool = False) -> Be
     model = nn.Sequential(*layers)
     allocate_gradients(model)
     return Bench(
-        name="all",
         names=keys,
         keys=keys,
         layers=layers,

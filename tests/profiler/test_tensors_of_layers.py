@@ -15,7 +15,7 @@ from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.chain import Tensors, flat_tensors
 from gplan_profiler.memory.allocations import StorageRecorder
 from gplan_profiler.memory.layer_memory import allocate_gradients
-from gplan_profiler.model.load import load_model_file
+from tests.model_files import load_model_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

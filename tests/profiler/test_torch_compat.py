@@ -28,9 +28,8 @@ def test_newer_torch_is_noted() -> None:
 
 def test_calls_of_modules_go_through_the_replacement() -> None:
     layer, seen = nn.Linear(2, 2), list[type]()
-    plain = torch_compat.module_call()
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         seen.append(type(module))
         return plain(module, *args, **kwargs)
 
@@ -73,7 +72,7 @@ def test_checkpoint_is_replaced(use_reentrant: bool) -> None:
 
 
 def test_trace_states() -> None:
-    assert torch_compat.proxy_mode() is None and not torch_compat.is_transforming()
+    assert torch_compat.running_tracer() is None and not torch_compat.is_transforming()
     inside = list[bool]()
     torch.vmap(lambda x: (inside.append(torch_compat.is_transforming() and torch_compat.is_wrapped(x)), x)[1])(
         torch.ones(2)

@@ -22,7 +22,8 @@ from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.registry import make_schedule, num_devices_of, num_stages_of
 from gplan.simulation.simulator import schedule_of
 from gplan_profiler.measure import ProfileOptions, measure_profile
-from gplan_profiler.model.load import ModelFile, load_model_file
+from gplan_profiler.model.load import ModelFile
+from tests.model_files import load_model_file
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 

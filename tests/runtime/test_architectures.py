@@ -6,7 +6,7 @@ import architecture_models
 import pytest
 
 from gplan.runtime.run.run_options import RunOptions
-from gplan_profiler.model.load import load_model_file
+from tests.model_files import load_model_file
 from tests.runtime.plans import plan_for, run_virtually
 
 DIFFERENT = {

@@ -10,7 +10,7 @@ import pytest
 import gplan
 from gplan.core import Constraints, GradientCheck, Link, Profile, RecomputeMode
 from gplan_profiler.measure import ProfileOptions, measure_profile
-from gplan_profiler.model.load import load_model_file
+from tests.model_files import load_model_file
 from tests.runtime.boundary_models import ALL, FUNCTIONS, HEAD
 
 QUICK = ProfileOptions(microbatch_sizes=(2,), link=Link(latency_s=0.0, bytes_per_s=1e9), budget_s=0.001, contention=0)

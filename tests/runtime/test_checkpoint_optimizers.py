@@ -60,15 +60,15 @@ def stepped(optimizer: optim.Optimizer, own: dict[str, nn.Parameter]) -> optim.O
 def test_reading_state_changes_nothing() -> None:
     own = parameters("a", "b")
     fresh = optim.Adam(own.values())
-    assert optimizer_state(fresh, own).state == {}
+    assert optimizer_state(fresh, own)[0] == {}
     assert not fresh.state
     momentum = stepped(optim.SGD(own.values(), momentum=0.9), own)
-    assert optimizer_state(momentum, own).state["b"]["momentum_buffer"] is momentum.state[own["b"]]["momentum_buffer"]
+    assert optimizer_state(momentum, own)[0]["b"]["momentum_buffer"] is momentum.state[own["b"]]["momentum_buffer"]
 
 
 def test_groups_by_parameter_name() -> None:
     own = parameters("a", "b")
-    groups = optimizer_state(optim.SGD(own.items(), lr=0.5), own).groups
+    groups = optimizer_state(optim.SGD(own.items(), lr=0.5), own)[1]
     assert groups[0]["params"] == ["a", "b"]
     assert groups[0]["lr"] == 0.5
     assert "param_names" not in groups[0]
@@ -78,8 +78,8 @@ def test_placeholders_skipped() -> None:
     own, placeholder = parameters("a"), nn.Parameter(torch.empty(0))
     saved = optimizer_state(optim.SGD([{"params": own.values()}, {"params": []}], lr=0.5), own)
     optimizer = optim.SGD([{"params": [placeholder]}, {"params": own.values()}], lr=9.0)
-    assert optimizer_state(optimizer, own).groups[0]["params"] == []
-    load_optimizer_state(optimizer, own, {}, [saved.groups])
+    assert optimizer_state(optimizer, own)[1][0]["params"] == []
+    load_optimizer_state(optimizer, own, {}, [saved[1]])
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     assert optimizer.param_groups[0]["params"] == [placeholder]
 
@@ -87,7 +87,7 @@ def test_placeholders_skipped() -> None:
 def test_state_from_before_is_gone() -> None:
     own = parameters("a")
     optimizer = stepped(optim.Adam(own.values()), own)
-    load_optimizer_state(optimizer, own, {}, [optimizer_state(optim.Adam(own.values()), own).groups])
+    load_optimizer_state(optimizer, own, {}, [optimizer_state(optim.Adam(own.values()), own)[1]])
     assert not optimizer.state
 
 
@@ -95,7 +95,7 @@ def test_state_keeps_dtype() -> None:
     own = {"a": nn.Parameter(torch.ones(2, dtype=torch.bfloat16))}
     optimizer = optim.SGD(own.values(), momentum=0.9)
     exact = torch.full((2,), 1 / 3)
-    load_optimizer_state(optimizer, own, {"a": {"momentum_buffer": exact}}, [optimizer_state(optimizer, own).groups])
+    load_optimizer_state(optimizer, own, {"a": {"momentum_buffer": exact}}, [optimizer_state(optimizer, own)[1]])
     assert torch.equal(optimizer.state[own["a"]]["momentum_buffer"], exact)
 
 
@@ -103,7 +103,7 @@ def test_split_groups_refused() -> None:
     own = parameters("a", "b")
     two = optim.SGD([{"params": [own["a"]], "lr": 0.1}, {"params": [own["b"]], "lr": 0.2}])
     with pytest.raises(FileError, match=r"group 0 of the optimizer holds a and b, which .* lr 0\.1 and 0\.2"):
-        load_optimizer_state(optim.SGD(own.values()), own, {}, [optimizer_state(two, own).groups])
+        load_optimizer_state(optim.SGD(own.values()), own, {}, [optimizer_state(two, own)[1]])
 
 
 def test_unnamed_parameter_refused() -> None:

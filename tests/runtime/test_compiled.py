@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import gplan
 from gplan.runtime.run.run_options import RunOptions
-from gplan_profiler.model.load import ModelFile, load_model_file, model_in_memory
+from gplan_profiler.model.load import ModelFile, model_in_memory
+from tests.model_files import load_model_file
 from tests.runtime.plans import measured, plan_for, run_virtually
 
 WIDTH = 8

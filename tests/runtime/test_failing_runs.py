@@ -25,7 +25,8 @@ from gplan.core import Plan
 from gplan.core.errors import FileError, RunError, UsageError
 from gplan.runtime.checkpoint.folder import locked_directory
 from gplan.runtime.run.run_options import RunOptions
-from gplan_profiler.model.load import ModelFile, load_model_file, model_in_memory
+from gplan_profiler.model.load import ModelFile, model_in_memory
+from tests.model_files import load_model_file
 from tests.runtime.forked import ForkedProcess, forking, launcher_environments
 from tests.runtime.plans import pipeline_for, plan_for, run_virtually
 from tests.runtime.ranks import on_ranks

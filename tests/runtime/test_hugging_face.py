@@ -18,9 +18,10 @@ from gplan.core import Plan
 from gplan.core.errors import UsageError
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.run_options import RunOptions
-from gplan_profiler.model.load import ModelFile, load_model_file, model_in_memory
+from gplan_profiler.model.load import ModelFile, model_in_memory
 from tests.example_files import EXAMPLES, call
 from tests.example_files import SMALL as SMALL_EXAMPLES
+from tests.model_files import load_model_file
 from tests.runtime.plans import pipeline_for, plan_for, run_virtually
 from tests.runtime.ranks import on_ranks
 

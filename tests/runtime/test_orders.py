@@ -11,8 +11,8 @@ import pytest
 from gplan.core import Constraints, Pin, Plan, Run
 from gplan.core.errors import FileError
 from gplan.runtime.run.run_options import RunOptions
-from gplan_profiler.model.load import load_model_file
 from gplan_profiler.model.model_reference import SettingValue
+from tests.model_files import load_model_file
 from tests.runtime.branched_models import branched_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import pipeline_for, plan_for, recomputing, run_virtually, small_example

@@ -14,7 +14,8 @@ from gplan.core.errors import ModelError, UsageError
 from gplan.runtime.model_source import open_source
 from gplan.runtime.run.launch import run_virtual_engine
 from gplan.runtime.run.run_options import RunOptions
-from gplan_profiler.model.load import load_model_file, open_model_file
+from gplan_profiler.model.load import open_model_file
+from tests.model_files import load_model_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import plan_for
 

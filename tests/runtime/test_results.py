@@ -11,7 +11,7 @@ from gplan.core import Action, ActionKind, HostLoad, IdleCause, MachineDevice, P
 from gplan.evaluate.compare import PEAK_MEMORY, compare
 from gplan.reporting.text.run import run_view
 from gplan.runtime.recorder import ActionTiming
-from gplan.runtime.run.results import _shifted, on_one_clock, torch_run, virtual_run
+from gplan.runtime.run.results import on_one_clock, torch_run, virtual_run
 from gplan.runtime.run.run_options import RunOptions, StepRecord
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import dependency_order, planned_s, schedule_of, timeline_of
@@ -166,10 +166,15 @@ def test_reserved_memory_is_that_of_the_largest_replica_where_it_is_known(
     assert any("reserved" in x for x in printed(run_view(run))) == bool(expected)
 
 
+def later(step: StepRecord, seconds: float) -> StepRecord:
+    actions = tuple(replace(x, start_s=x.start_s + seconds, end_s=x.end_s + seconds) for x in step.actions)
+    return replace(step, actions=actions, start_s=step.start_s + seconds, end_s=step.end_s + seconds)
+
+
 def test_ranks_of_other_hosts_are_brought_to_one_clock() -> None:
     plan = scheduled_plan("gpipe")
     ranks = ranks_of(plan, [(0.1, 0.02), (0.1, 0.02), (0.2, 0.0)])
-    drifting = [[_shifted(x, 1000.0 + i) for i, x in enumerate(own)] for own in ranks[1:]]
+    drifting = [[later(x, 1000.0 + i) for i, x in enumerate(own)] for own in ranks[1:]]
     found = on_one_clock([ranks[0], *drifting], ["a", *("b" for _ in drifting)])
     for own, expected in zip(found, ranks, strict=True):
         for step, same in zip(own, expected, strict=True):

@@ -16,7 +16,7 @@ from gplan.core.errors import FileError
 from gplan.files import json_files
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.run_options import RunOptions
-from gplan_profiler.model.load import load_model_file
+from tests.model_files import load_model_file
 from tests.runtime.plans import plan_for, run_virtually
 from tests.runtime.semantics.checks import both_engines, plan_of
 from tests.runtime.semantics.models import row, subject

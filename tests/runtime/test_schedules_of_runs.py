@@ -13,7 +13,7 @@ from gplan.core.errors import FileError
 from gplan.runtime.run.launch import run_plan
 from gplan.runtime.run.run_options import RunOptions
 from gplan.simulation.simulator import schedule_of
-from gplan_profiler.model.load import load_model_file
+from tests.model_files import load_model_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import plan_for, run_virtually, scheduled
 

@@ -17,8 +17,9 @@ from gplan.core import Constraints, Pin, Plan
 from gplan.runtime.run.run_options import RunOptions
 from gplan.runtime.stage_module import RecomputeSegment, written_buffers
 from gplan_profiler.capture.capture import capture, exported
-from gplan_profiler.model.load import ModelFile, load_model_file
+from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.model_reference import SettingValue
+from tests.model_files import load_model_file
 from tests.runtime.branched_models import branched_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import pipeline_for, plan_for, recomputing, run_virtually, scheduled, small_example

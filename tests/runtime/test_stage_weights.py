@@ -12,7 +12,8 @@ import torch
 import gplan
 from gplan.runtime.model_source import open_source
 from gplan_profiler.host.host_info import device_share
-from gplan_profiler.model.load import ModelTooLargeError, load_model_file
+from gplan_profiler.model.load import ModelTooLargeError
+from tests.model_files import load_model_file
 from tests.runtime.forked import forking
 from tests.runtime.plans import plain_losses
 from tests.runtime.ranks import on_ranks

@@ -26,7 +26,7 @@ from gplan.runtime.run.loop import BatchStream
 from gplan.runtime.run.reference import Reference, gradient_check, gradient_errors, plain_reference
 from gplan.runtime.run.run_options import RunOptions
 from gplan_profiler.host.host_info import device_share
-from gplan_profiler.model.load import load_model_file
+from tests.model_files import load_model_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import SMALL, plain_losses, plan_for, run_virtually, small_example, source_for
 
@@ -313,7 +313,8 @@ def test_random_batches_equal_on_all_ranks() -> None:
 
 
 def test_nan_gradient_fails_check() -> None:
-    plain = Reference(loss=1.0, gradients={x: torch.ones(2) for x in "abc"}, whole_batch=None, tolerance=1e-5)
+    epsilon = torch.finfo(torch.float32).eps
+    plain = Reference(loss=1.0, gradients={x: torch.ones(2) for x in "abc"}, epsilon=epsilon, num_microbatches=1)
     found = {"a": torch.ones(2), "b": torch.tensor([1.0, math.nan]), "c": torch.ones(2)}
     check = gradient_check(plain, gradient_errors(plain.gradients, found), loss=1.0)
     assert (check.passed, check.worst_parameter) == (False, "b")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gplan.runtime.run.run_options import RunOptions
-from gplan_profiler.model.load import load_model_file
+from tests.model_files import load_model_file
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import plan_for, run_virtually
 

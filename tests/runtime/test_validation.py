@@ -58,7 +58,7 @@ def test_unrunnable_plans_refused(
         "gplan.runtime.run.launch.run_local_processes", lambda *_, **__: pytest.fail("processes started")
     )
     monkeypatch.setattr(
-        "gplan_profiler.model.load.load_model_file", lambda *_, **__: pytest.fail("the model was loaded")
+        "gplan_profiler.model.load.OpenedFile.load", lambda *_, **__: pytest.fail("the model was loaded")
     )
     with pytest.raises(kind, match=text):
         gplan.run(plan, engine=engine)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
@@ -17,13 +18,23 @@ from gplan.interop.export.layer_counts import to_deepspeed, to_inference, to_tor
 from gplan.interop.export.megatron import to_megatron, to_verl
 from gplan.interop.export.module_lists import to_automodel, to_torchtitan
 from gplan.interop.export.nanotron import to_nanotron
-from gplan.interop.export.requirements import Export
+from gplan.interop.export.requirements import Written
 from gplan.interop.export.torch_pipelining import to_csv, to_pytorch
-from gplan.interop.receivers import RECEIVERS, check_granularity
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import check_granularity, check_plan
 from gplan_profiler.analytic.decoder_profile import UNDIVIDED
 
 
-def to_json(plan: Plan, profile: Profile | None) -> Export:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """A plan in the format of another project."""
+
+    format: str
+    text: str
+    notes: tuple[str, ...] = ()  # what the text cannot express
+
+
+def to_json(plan: Plan, profile: Profile | None) -> Written:
     """Plain JSON for any plan: the stages and how to run them, without costs and proof; layers count along `stages`."""
     content = {
         "model": plan.model.name,
@@ -50,10 +61,10 @@ def to_json(plan: Plan, profile: Profile | None) -> Export:
             for stage, rank in zip(plan.stages, plan.devices, strict=True)
         ],
     }
-    return Export(format="json", text=json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n", ()
 
 
-FORMATS: dict[str, Callable[[Plan, Profile | None], Export]] = {
+FORMATS: dict[str, Callable[[Plan, Profile | None], Written]] = {
     "torchtitan": to_torchtitan,
     "megatron": to_megatron,
     "verl": to_verl,
@@ -62,27 +73,32 @@ FORMATS: dict[str, Callable[[Plan, Profile | None], Export]] = {
     "deepspeed": to_deepspeed,
     "torchgpipe": to_torchgpipe,
     "pytorch": to_pytorch,
-    "vllm": to_inference("vllm"),
-    "sglang": to_inference("sglang"),
+    "vllm": partial(to_inference, variable="VLLM_PP_LAYER_PARTITION"),
+    "sglang": partial(to_inference, variable="SGLANG_PP_LAYER_PARTITION"),
     "csv": to_csv,
     "json": to_json,
 }
 
 
 def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
-    """The plan in the syntax of another project; raises UsageError for what that project cannot express."""
+    """The plan in the syntax of another project; raises UsageError for what that project cannot express or run."""
     if to not in FORMATS:
         raise UsageError(f"format {to!r} is not known; expected one of {', '.join(FORMATS)}")
     if to not in RECEIVERS:
-        return FORMATS[to](plan, profile)
+        text, given = FORMATS[to](plan, profile)
+        return Export(format=to, text=text, notes=tuple(given))
     check_granularity(to, plan.model, plan.granularity, plan.layer_names[0])
-    plan = _as_the_trainer_counts(plan, has_replicas=RECEIVERS[to].replicas)
+    widths = dict(plan.model.settings)
+    # A computed profile names the ranks with the same weights, and those of them with other data.
+    if UNDIVIDED in widths:
+        has_others = RECEIVERS[to].replicas
+        replicas = plan.num_replicas * int(widths["data"]) // int(widths[UNDIVIDED]) if has_others else 1
+        plan = replace(plan, num_replicas=replicas, sharding="none")  # the trainer has its own sharding
     plan = authored_plan(plan, receiver=to, title=RECEIVERS[to].title)
-    made = FORMATS[to](plan, None if profile is None else authored_profile(profile))
-    notes = [
-        *made.notes,
-        f"the format, not this plan, was checked with {RECEIVERS[to].checked_with}: {RECEIVERS[to].how}",
-    ]
+    whole = None if profile is None else authored_profile(profile)
+    check_plan(to, plan, whole)
+    text, given = FORMATS[to](plan, whole)
+    notes = [*given, f"the format, not this plan, was checked with {RECEIVERS[to].checked_with}: {RECEIVERS[to].how}"]
     places = [plan.stages_of(device)[0].machine_device for device in range(plan.num_devices)]
     names = [x.name for x in places if x is not None]
     if names:
@@ -91,16 +107,4 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
         notes.append(
             "without the profile, the order of the layers, what skips layers and shared weights were not checked"
         )
-    return replace(made, notes=tuple(notes))
-
-
-def _as_the_trainer_counts(plan: Plan, *, has_replicas: bool) -> Plan:
-    """A language model's plan with the replicas that have batches of their own, and its trainer's own sharding of state.
-
-    Its profile, computed from sizes and widths, names the ranks that hold the same weights, and those of them with other data.
-    """
-    widths = dict(plan.model.settings)
-    if UNDIVIDED not in widths:
-        return plan
-    replicas = plan.num_replicas * int(widths["data"]) // int(widths[UNDIVIDED]) if has_replicas else 1
-    return replace(plan, num_replicas=replicas, sharding="none")
+    return Export(format=to, text=text, notes=tuple(notes))

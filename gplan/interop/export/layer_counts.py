@@ -19,23 +19,18 @@ last).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from gplan.core import Plan, Profile
-from gplan.interop.export.requirements import Export, computed_widths, skipping_values, split_weights, stage_comments
-from gplan.interop.receivers import RECEIVERS, check_plan, decoder_of
+from gplan.interop.export.requirements import Written, computed_widths, skipping_values, split_weights, stage_comments
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import decoder_of
 
 _AS_WRITTEN = (
     "the model's layers as its author wrote them, in the plan's order, each with the operations that follow it"
 )
 
 
-def to_deepspeed(plan: Plan, profile: Profile | None) -> Export:
-    """Python: `PARTS`, a class `PlannedPipelineModule` that uses them, its `ARGUMENTS` and the `CONFIG`.
-
-    Raises UsageError if the layers are not a sequence of modules, or DeepSpeed cannot run the schedule.
-    """
-    check_plan("deepspeed", plan, profile)
+def to_deepspeed(plan: Plan, profile: Profile | None) -> Written:
+    """Python: `PARTS`, a class `PlannedPipelineModule` that uses them, its `ARGUMENTS` and the `CONFIG`."""
     comments = stage_comments(plan, what="stage")
     interval = (
         0 if plan.recompute == "never" else max(x.num_layers for x in plan.stages)
@@ -80,15 +75,11 @@ CONFIG = {{
         notes.append(f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple")
     if split:
         notes.append(f"{', '.join(split)} is used on several stages: its layers must be a TiedLayerSpec")
-    return Export(format="deepspeed", text=text, notes=tuple(notes))
+    return text, notes
 
 
-def to_torchgpipe(plan: Plan, profile: Profile | None) -> Export:
-    """Python: `model`, an nn.Sequential of the plan's layers, wrapped in GPipe.
-
-    Raises UsageError if the layers cannot be the children of a Sequential, or torchgpipe cannot run the schedule.
-    """
-    check_plan("torchgpipe", plan, profile)
+def to_torchgpipe(plan: Plan, profile: Profile | None) -> Written:
+    """Python: `model`, an nn.Sequential of the plan's layers, wrapped in GPipe."""
     checkpoint = RECEIVERS["torchgpipe"].recompute[plan.recompute]
     comments = stage_comments(plan, what="partition")
     text = f"""from torchgpipe import GPipe
@@ -106,25 +97,16 @@ model = GPipe(model, balance={[x.num_layers for x in plan.stages]}, chunks={plan
             f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple, or use "
             "torchgpipe.skip"
         )
-    return Export(format="torchgpipe", text=text, notes=tuple(notes))
+    return text, notes
 
 
-_VARIABLES = {"vllm": "VLLM_PP_LAYER_PARTITION", "sglang": "SGLANG_PP_LAYER_PARTITION"}
-
-
-def to_inference(name: str) -> Callable[[Plan, Profile | None], Export]:
-    """The exporter for "vllm" or "sglang"."""
-
-    def exporter(plan: Plan, profile: Profile | None) -> Export:
-        """One line for a shell; raises UsageError unless every stage has whole blocks."""
-        check_plan(name, plan, profile)
-        decoder = decoder_of(plan.layer_names, RECEIVERS[name].title)
-        counts = [decoder.counts(stage.first_layer, stage.end_layer)[0] for stage in plan.stages]
-        notes = (
-            f"start with --pipeline-parallel-size {plan.num_devices}; the model has {len(decoder.blocks)} blocks",
-            "the plan balances training: inference has no backward, and its memory is weights and a KV cache that is as small "
-            "on every rank as on the fullest",
-        )
-        return Export(format=name, text=f"export {_VARIABLES[name]}={','.join(map(str, counts))}\n", notes=notes)
-
-    return exporter
+def to_inference(plan: Plan, profile: Profile | None, *, variable: str) -> Written:
+    """One line for a shell, which sets the variable with the blocks of every stage."""
+    decoder = decoder_of(plan.layer_names, "the receiver")  # as was checked
+    counts = [decoder.counts(stage.first_layer, stage.end_layer)[0] for stage in plan.stages]
+    notes = (
+        f"start with --pipeline-parallel-size {plan.num_devices}; the model has {len(decoder.blocks)} blocks",
+        "the plan balances training: inference has no backward, and its memory is weights and a KV cache that is as small "
+        "on every rank as on the fullest",
+    )
+    return f"export {variable}={','.join(map(str, counts))}\n", notes

@@ -23,20 +23,16 @@ from math import gcd
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
-from gplan.interop.export.requirements import Export, computed_widths, skipping_values
-from gplan.interop.receivers import RECEIVERS, DecoderLayers, check_plan, decoder_of
+from gplan.interop.export.requirements import Written, computed_widths, skipping_values
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import DecoderLayers, decoder_of
 
 _ORDER_BY_FLAG = "tp-cp-ep-pp-dp"  # the one other order of groups that Megatron-LM's arguments can ask for
 _TITLE = RECEIVERS["megatron"].title
 
 
-def to_megatron(plan: Plan, profile: Profile | None) -> Export:
-    """Arguments for a shell, one on a line.
-
-    Raises UsageError unless the layers are embeddings, one list of blocks and a head, and no cut is within the
-    embeddings or the head.
-    """
-    check_plan("megatron", plan, profile)
+def to_megatron(plan: Plan, profile: Profile | None) -> Written:
+    """Arguments for a shell, one on a line."""
     decoder = decoder_of(plan.layer_names, _TITLE)
     _check_prediction(plan, decoder)
     arguments = [
@@ -57,7 +53,7 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Export:
     if profile is not None and not any({0, len(profile.layers) - 1} <= {*x.layers} for x in profile.tied_weights):
         lines.append("--untie-embeddings-and-output-weights")
     lines += _switches(profile)
-    return Export(format="megatron", text=" \\\n".join(lines) + "\n", notes=_notes(plan, profile, decoder))
+    return " \\\n".join(lines) + "\n", _notes(plan, profile, decoder)
 
 
 def _widths(profile: Profile | None) -> list[tuple[str, str | int]]:
@@ -90,9 +86,8 @@ def _order(profile: Profile | None) -> str | None:
     return None if profile is None else dict(profile.model.settings).get("order")
 
 
-def to_verl(plan: Plan, profile: Profile | None) -> Export:
+def to_verl(plan: Plan, profile: Profile | None) -> Written:
     """Overrides for verl's command line: those of the actor; the reference model has the same under `ref`."""
-    check_plan("verl", plan, profile)
     decoder = decoder_of(plan.layer_names, RECEIVERS["verl"].title)
     _check_prediction(plan, decoder)
     actor = "actor_rollout_ref.actor.megatron"
@@ -110,7 +105,7 @@ def to_verl(plan: Plan, profile: Profile | None) -> Export:
         f"{plan.microbatch_size} samples",
         *_notes(plan, profile, decoder)[:1],
     )
-    return Export(format="verl", text=" \\\n".join(lines) + "\n", notes=notes)
+    return " \\\n".join(lines) + "\n", notes
 
 
 def _check_prediction(plan: Plan, decoder: DecoderLayers) -> None:
@@ -141,15 +136,12 @@ def _layout(stages: Sequence[str]) -> str:
     >>> _layout(["ttt", "tt", "tt", "tt", ""]), _layout(["ttttt"]), _layout(["tt", "tm"])
     ('Et*3|(tt|)*3L', 'Et*5L', 'Ett|tmL')
     """
-    written = ["".join(_repeated(x, len(list(run))) for x, run in groupby(stage)) for stage in stages]
+    runs_of = [[(x, len(list(run))) for x, run in groupby(stage)] for stage in stages]
+    written = ["".join(f"{x}*{count}" if count > 2 else x * count for x, count in runs) for runs in runs_of]
     written[0] = "E" + written[0]
     runs = [(stage, len(list(run))) for stage, run in groupby(written[:-1])]
     before = "".join(f"({stage}|)*{length}" if length > 1 else f"{stage}|" for stage, length in runs)
     return f"{before}{written[-1]}L"
-
-
-def _repeated(letter: str, count: int) -> str:
-    return f"{letter}*{count}" if count > 2 else letter * count
 
 
 def _recompute(plan: Plan, decoder: DecoderLayers) -> list[tuple[str, str | int]]:
@@ -164,7 +156,7 @@ def _recompute(plan: Plan, decoder: DecoderLayers) -> list[tuple[str, str | int]
     ]
 
 
-def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> tuple[str, ...]:
+def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> list[str]:
     names, head = plan.layer_names, decoder.head
     notes = [
         f"E stands for {', '.join(names[: decoder.blocks.start])}; L for {', '.join(names[head.start :])} and the loss",
@@ -194,4 +186,4 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> tuple
         notes.append(f"every stage of Megatron-LM computes itself what the plan sends on from {', '.join(makers)}")
     if plan.recompute == "always":
         notes.append("Megatron-LM recomputes the blocks only, not embeddings and head")
-    return tuple(notes)
+    return notes

@@ -23,21 +23,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gplan.core import Plan, Profile
-from gplan.interop.export.requirements import Export, computed_widths, quoted
+from gplan.interop.export.requirements import BY_BLOCK, Written, computed_widths, quoted
 from gplan.interop.export.torch_pipelining import CSV_FILE, torch_schedule
-from gplan.interop.receivers import RECEIVERS, check_plan, child_name, decoder_of, modules_of
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import child_name, decoder_of, modules_of
 
 _LOOP, _THERE_AND_BACK = "PipelineScheduleMulti", "ZBVZeroBubble"  # where stages are, for an order in a file
 ROTARY = "rotary_emb"
 """The module of rotary positions in Hugging Face models, which every stage has."""
 
 
-def to_torchtitan(plan: Plan, profile: Profile | None) -> Export:
-    """A module with `planned(config)`, which returns a configuration with what the plan decides.
-
-    Raises UsageError for what torchtitan cannot split or run.
-    """
-    check_plan("torchtitan", plan, profile)
+def to_torchtitan(plan: Plan, profile: Profile | None) -> Written:
+    """A module with `planned(config)`, which returns a configuration with what the plan decides."""
     schedule = torch_schedule(plan)
     is_hugging_face = any(x.startswith("model.layers.") for x in plan.layer_names)
     stages = _stage_modules(plan, child_name, everywhere=ROTARY if is_hugging_face else "")
@@ -85,17 +82,16 @@ def planned(config: Trainer.Config) -> Trainer.Config:
             "rotary_emb, the former pass over it"
         )
     if plan.recompute == "always":
-        notes.append("torchtitan recomputes block by block, the plan stage by stage: time and memory will differ")
-    return Export(format="torchtitan", text=text, notes=(*notes, *schedule.notes))
+        notes.append(f"torchtitan {BY_BLOCK}")
+    return text, (*notes, *schedule.notes)
 
 
 _AUTOMODEL_SIZES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data"}
 """Automodel's names of widths."""
 
 
-def to_automodel(plan: Plan, profile: Profile | None) -> Export:
-    """Python: `PIPELINE`, a PipelineConfig; raises UsageError for what Automodel cannot split or run."""
-    check_plan("automodel", plan, profile)
+def to_automodel(plan: Plan, profile: Profile | None) -> Written:
+    """Python: `PIPELINE`, a PipelineConfig."""
     schedule = torch_schedule(plan)
     first_block = plan.layer_names[decoder_of(plan.layer_names, RECEIVERS["automodel"].title).blocks.start]
     stages = _stage_modules(plan, str, everywhere=f"{first_block.rpartition('layers.')[0]}{ROTARY}")
@@ -122,7 +118,7 @@ def to_automodel(plan: Plan, profile: Profile | None) -> Export:
         "distributed.pipeline",
         *schedule.notes,
     )
-    return Export(format="automodel", text=text, notes=notes)
+    return text, notes
 
 
 def _schedule_for_file(plan: Plan) -> str:

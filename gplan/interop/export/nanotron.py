@@ -8,13 +8,13 @@ config.py (`TokensArgs`; dp replicas, each with `batch_accumulation_per_replica`
 from __future__ import annotations
 
 from gplan.core import Plan, Profile
-from gplan.interop.export.requirements import Export, computed_widths
-from gplan.interop.receivers import RECEIVERS, check_plan, decoder_of, plain_schedule
+from gplan.interop.export.requirements import BY_BLOCK, Written, computed_widths
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import decoder_of, plain_schedule
 
 
-def to_nanotron(plan: Plan, profile: Profile | None) -> Export:
-    """Sections of the configuration; raises UsageError for what nanotron cannot run."""
-    check_plan("nanotron", plan, profile)
+def to_nanotron(plan: Plan, profile: Profile | None) -> Written:
+    """Sections of the configuration."""
     receiver, widths = RECEIVERS["nanotron"], computed_widths(profile)
     schedules = receiver.schedules or {}
     tensor, length = widths.get("tensor", 1), widths.get("sequence_length")
@@ -43,5 +43,5 @@ optimizer:
         "tokens and optimizer need further keys of yours, such as train_steps and learning_rate_scheduler",
     ]
     if plan.recompute == "always":
-        notes.append("nanotron recomputes block by block, the plan stage by stage: time and memory will differ")
-    return Export(format="nanotron", text=text, notes=tuple(notes))
+        notes.append(f"nanotron {BY_BLOCK}")
+    return text, notes

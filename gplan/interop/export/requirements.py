@@ -1,22 +1,19 @@
-"""What exports have in common: the result, and parts of plans and profiles that several of them describe."""
+"""What exports have in common: parts of plans and profiles that several of them describe."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from gplan.core import Plan, Profile
 from gplan.interop.receivers import MODEL_INPUT
 
+Written: TypeAlias = tuple[str, Sequence[str]]
+"""A plan in the syntax of another project, and notes on what that cannot express."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """A plan in the format of another project."""
-
-    format: str
-    text: str
-    notes: tuple[str, ...] = ()  # what the text cannot express
+BY_BLOCK = "recomputes block by block, the plan stage by stage: time and memory will differ"
+"""The end of a note on a trainer."""
 
 
 def skipping_values(plan: Plan, profile: Profile | None) -> tuple[str, ...]:

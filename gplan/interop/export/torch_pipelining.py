@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
-from gplan.interop.export.requirements import Export, quoted, stage_comments
-from gplan.interop.receivers import check_plan, modules_of, plain_schedule
+from gplan.interop.export.requirements import Written, quoted, stage_comments
+from gplan.interop.receivers import modules_of, plain_schedule
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.simulator import schedule_of
 
 
-def to_csv(plan: Plan, profile: Profile | None) -> Export:
+def to_csv(plan: Plan, profile: Profile | None) -> Written:
     """The order of actions of every device as CSV, for torch's schedule runtime and gplan; exists for every plan.
 
     A row for each device, a column for each action: `3F0` is stage 3, forward, micro-batch 0; B is a backward, I and W
@@ -30,7 +30,7 @@ def to_csv(plan: Plan, profile: Profile | None) -> Export:
     (`_PipelineScheduleRuntime._load_csv` with format "compute_only", `_Action.from_str`), which adds sends and receives.
     """
     rows = (",".join(map(str, order)) for order in schedule_of(plan).orders)
-    return Export(format="csv", text="".join(f"{row}\n" for row in rows))
+    return "".join(f"{row}\n" for row in rows), ()
 
 
 CSV_FILE = "gplan.schedule.csv"
@@ -104,13 +104,11 @@ def _name_of(plan: Plan) -> str:
     return ""
 
 
-def to_pytorch(plan: Plan, profile: Profile | None) -> Export:
+def to_pytorch(plan: Plan, profile: Profile | None) -> Written:
     """Python: `split_spec`, the `STAGES` of every rank, and `make_schedule`, which takes the result of `pipeline()`.
 
-    Raises UsageError unless every stage begins with the only call of a module, and `pipeline()` and its schedules can
-    run the plan.
+    Raises UsageError for a value that is used beyond the next stage, where torch's schedule cannot send it.
     """
-    check_plan("pytorch", plan, profile)
     schedule = torch_schedule(plan)
     if not schedule.is_single:
         _check_neighbours(plan, profile, schedule)
@@ -138,7 +136,7 @@ def make_schedule(pipe, rank, device, loss_fn):
         f"{plan.batch_size} samples",
         *schedule.notes,
     )
-    return Export(format="pytorch", text=text, notes=notes)
+    return text, notes
 
 
 def _made(plan: Plan, schedule: TorchSchedule) -> str:

@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -72,11 +72,6 @@ def ranges_of(trace: RankTrace, *, place: int, num_ranks: int) -> tuple[Ranged, 
             "receives; expected a trace of a torch.distributed.pipelining schedule with whole steps in it"
         )
     return tuple(found)
-
-
-def missing_stages(trace: RankTrace, known: set[int]) -> set[int]:
-    """Stages that a rank sends to or receives from and that are in no trace."""
-    return {x for x in (neighbour_of(mark.name) for mark in trace.marks) if x is not None} - known
 
 
 def _check_neighbours(trace: RankTrace, found: Sequence[Ranged], *, place: int, num_ranks: int) -> None:
@@ -293,24 +288,15 @@ def _times(trace: RankTrace, piece: Sequence[Ranged]) -> dict[Action, Times]:
 
 
 def _update(trace: RankTrace, piece: Sequence[Ranged], next_us: float) -> dict[Action, Times]:
-    """The optimizer's updates between a step and the next one, as one action of the rank's first stage;
-    none where there are none."""
-    end_us = max(x.stretch.end_us for x in piece)
-    marks = _between(trace.marks, end_us, next_us)
+    """The optimizer's updates between a step and the next one, as one action of the rank's first stage: those of the weights
+    and that of the gradients; none where there are none."""
+    bounds_us = max(x.stretch.end_us for x in piece), next_us
+    first, last = (bisect_left(trace.marks, moment_us, key=lambda x: x.start_us) for moment_us in bounds_us)
+    own = (x for x in trace.marks[first:last] if neighbour_of(x.name) is None)
+    marks = list(takewhile(lambda x: is_update(x.name), own))
     found = [trace.times(mark) if trace.has_kernels else (mark.start_us, mark.end_us) for mark in marks]
     times = [x for x in found if x is not None]
     if not times:
         return {}
     action = Action(min(x.action.stage for x in piece), ActionKind.OPTIMIZER, 0)
     return {action: (min(start for start, _ in times), max(end for _, end in times))}
-
-
-def _between(marks: Sequence[Mark], end_us: float, next_us: float) -> Iterator[Mark]:
-    """The updates after a step's end, up to the next action or step: those of the weights and that of the gradients."""
-    first, last = (bisect_left(marks, moment_us, key=lambda x: x.start_us) for moment_us in (end_us, next_us))
-    for mark in marks[first:last]:
-        if neighbour_of(mark.name) is not None:
-            continue
-        if not is_update(mark.name):
-            return
-        yield mark

@@ -26,12 +26,11 @@ from gplan.evaluate.compare import order_difference
 from gplan.interop.traces.actions import (
     RankSteps,
     StepKey,
-    missing_stages,
     ranges_of,
     rank_steps,
     shared_keys,
 )
-from gplan.interop.traces.reading import RankTrace, Times, read_trace
+from gplan.interop.traces.reading import RankTrace, Times, neighbour_of, read_trace
 from gplan.schedules.dependencies import OrderError, check_orders, dependencies_of
 from gplan.schedules.registry import every_schedule, make_schedule, schedule_info
 from gplan.simulation.simulator import exposed_in, exposed_transfers, schedule_of, simulate
@@ -74,8 +73,36 @@ def read_traced(paths: Sequence[Path]) -> Traced:
         raise FileError(
             f"the traces are not those of one pipeline's training step: {error}; expected a trace of every rank"
         ) from error
-    clock = common_clock(traces, ranks, keys)
-    return _traced(ranks, keys, clock, num_microbatches=num_microbatches, basis=_basis(traces))
+    offsets_us, clock = common_clock(traces, ranks, keys)
+    num_warmup_steps = 1 if len(keys) >= _ENOUGH_STEPS else 0
+    begun_us = {key: _moment_us(ranks, key, offsets_us, which=0) for key in keys}
+    spans = _median_spans(ranks, keys[num_warmup_steps:], offsets_us, begun_us)
+    partial = sum(rank.num_partial for rank in ranks)
+    notes = (
+        [f"left out: {counted(partial, 'step')}, incomplete at the ends of the traces or unlike the others"]
+        if partial
+        else []
+    )
+    if not num_warmup_steps:
+        notes.append(f"only {counted(len(keys), 'complete step')}, so the times may include warm-up; record 3 or more")
+    step_s = [_S_PER_US * (_moment_us(ranks, key, offsets_us, which=1) - begun_us[key]) for key in keys]
+    periods = [b - a for a, b in pairwise(begun_us[key] for key in keys[num_warmup_steps:])]
+    return Traced(
+        timeline=Timeline(
+            num_devices=len(ranks),
+            num_microbatches=num_microbatches,
+            spans=tuple(spans),
+            transfers=exposed_transfers(spans),
+            origin="measured",
+        ),
+        step_s=tuple(step_s),
+        period_s=_S_PER_US * median(periods) if periods else None,
+        num_warmup_steps=num_warmup_steps,
+        schedule=_schedule_of(ranks, num_microbatches),
+        basis=_basis(traces),
+        clock=clock,
+        notes=tuple(notes),
+    )
 
 
 def _in_order(traces: Sequence[RankTrace]) -> list[RankTrace]:
@@ -103,7 +130,7 @@ def _check_stages(traces: Sequence[RankTrace], ranks: Sequence[RankSteps]) -> No
                     f"{other} and {rank.name} both have stage {stage}; expected the traces of one pipeline; of several "
                     "replicas give the traces of one"
                 )
-    beside = set().union(*(missing_stages(trace, set(holder)) for trace in traces))
+    beside = {x for trace in traces for mark in trace.marks if (x := neighbour_of(mark.name)) is not None}
     missing = sorted((set(range(max(holder))) | beside) - set(holder))
     if missing:
         raise FileError(
@@ -112,56 +139,22 @@ def _check_stages(traces: Sequence[RankTrace], ranks: Sequence[RankSteps]) -> No
         )
 
 
-def _traced(
-    ranks: Sequence[RankSteps], keys: Sequence[StepKey], clock: ClockOffsets, *, num_microbatches: int, basis: str
-) -> Traced:
-    num_warmup_steps = 1 if len(keys) >= _ENOUGH_STEPS else 0
-    begun_us = {key: _moment_us(ranks, key, clock, which=0) for key in keys}
-    spans = _median_spans(ranks, keys[num_warmup_steps:], clock, begun_us)
-    partial = sum(rank.num_partial for rank in ranks)
-    notes = (
-        [f"left out: {counted(partial, 'step')}, incomplete at the ends of the traces or unlike the others"]
-        if partial
-        else []
-    )
-    if not num_warmup_steps:
-        notes.append(f"only {counted(len(keys), 'complete step')}, so the times may include warm-up; record 3 or more")
-    step_s = [_S_PER_US * (_moment_us(ranks, key, clock, which=1) - begun_us[key]) for key in keys]
-    periods = [b - a for a, b in pairwise(begun_us[key] for key in keys[num_warmup_steps:])]
-    return Traced(
-        timeline=Timeline(
-            num_devices=len(ranks),
-            num_microbatches=num_microbatches,
-            spans=tuple(spans),
-            transfers=exposed_transfers(spans),
-            origin="measured",
-        ),
-        step_s=tuple(step_s),
-        period_s=_S_PER_US * median(periods) if periods else None,
-        num_warmup_steps=num_warmup_steps,
-        schedule=_schedule_of(ranks, num_microbatches),
-        basis=basis,
-        clock=clock.description,
-        notes=tuple(notes),
-    )
-
-
-def _moment_us(ranks: Sequence[RankSteps], key: StepKey, clock: ClockOffsets, *, which: int) -> float:
+def _moment_us(ranks: Sequence[RankSteps], key: StepKey, offsets_us: Sequence[float], *, which: int) -> float:
     """When a step's first action starts (`which` 0) or its last one ends (1)."""
     moments = [
         times[which] + offset
-        for rank, offset in zip(ranks, clock.offsets_us, strict=True)
+        for rank, offset in zip(ranks, offsets_us, strict=True)
         for times in rank.steps[key].values()
     ]
     return max(moments) if which else min(moments)
 
 
 def _median_spans(
-    ranks: Sequence[RankSteps], keys: Sequence[StepKey], clock: ClockOffsets, begun_us: dict[StepKey, float]
+    ranks: Sequence[RankSteps], keys: Sequence[StepKey], offsets_us: Sequence[float], begun_us: dict[StepKey, float]
 ) -> list[Span]:
     """By device, then by start."""
     spans = []
-    for device, (rank, offset) in enumerate(zip(ranks, clock.offsets_us, strict=True)):
+    for device, (rank, offset) in enumerate(zip(ranks, offsets_us, strict=True)):
         for action in rank.steps[keys[0]]:
             times = [(rank.steps[key].get(action), offset - begun_us[key]) for key in keys]
             own = [(x[0] + shift, x[1] + shift) for x, shift in times if x is not None]
@@ -198,20 +191,14 @@ _TOLERANCE_US = 20.0  # an action may seem to start this much too early before t
 _US_PER_NS = 1e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClockOffsets:
-    """The offsets to add to each rank's microseconds, and how they were found."""
-
-    offsets_us: tuple[float, ...]
-    description: str
-
-
-def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> ClockOffsets:
-    """The offsets that put all ranks on the clock of the first."""
+def common_clock(
+    traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: Sequence[StepKey]
+) -> tuple[Sequence[float], str]:
+    """The offsets, to add to each rank's microseconds, that put all ranks on the clock of the first, and how they were found."""
     bases = [trace.base_ns for trace in traces]
     hosts = sorted({trace.host or "?" for trace in traces})
     if len(traces) == 1:
-        return ClockOffsets(offsets_us=(0.0,), description="one rank, one clock")
+        return (0.0,), "one rank, one clock"
     known = [0.0 if base is None else _US_PER_NS * (base - (bases[0] or 0)) for base in bases]
     early_us = max((-x for x in _slack_us(ranks, keys, known).values()), default=0.0)
     if None in bases:
@@ -221,9 +208,9 @@ def common_clock(traces: Sequence[RankTrace], ranks: Sequence[RankSteps], keys: 
     elif early_us > _TOLERANCE_US:
         why = f"by the host's clock an action would start {early_us:.0f} us before its input is ready"
     else:
-        return ClockOffsets(offsets_us=tuple(known), description="the clock of the host that all ranks ran on")
+        return known, "the clock of the host that all ranks ran on"
     description = f"{why}, so the clocks were aligned by causality: no action starts before its input is ready"
-    return ClockOffsets(offsets_us=_by_causes(ranks, keys), description=description)
+    return _by_causes(ranks, keys), description
 
 
 def _by_causes(ranks: Sequence[RankSteps], keys: Sequence[StepKey]) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from gplan.core import Alternative, Plan
 from gplan.core.units import bytes_axis, bytes_text, counted, percent_text, quantity_text, seconds_axis, seconds_text
 from gplan.evaluate.explain import Explanation
-from gplan.reporting.analysis import PlanAnalysis, ScalingPoint
+from gplan.reporting.analysis import PlanAnalysis
 from gplan.reporting.charts.canvas import HALF_INCHES, Handle, blank_figure, headline, legend, tooltip
 from gplan.reporting.looks import CAPACITY, FAINT, INK
 from gplan.reporting.subject import capacity_bytes
@@ -39,17 +39,17 @@ class Point:
     peak_bytes: int
 
 
-def choices_chart(analysis: PlanAnalysis) -> Figure | None:
+def choices_chart(plan: Plan, analysis: PlanAnalysis) -> Figure | None:
     """Seconds per sample over micro-batches, a line for each number of devices; None if there is only the plan."""
     choices = analysis.choices
     if len(choices) < 2:
         return None
     figure = blank_figure(3.5, width_inches=HALF_INCHES)
     axes = figure.subplots()
-    unit, scale = seconds_axis(max(x.sample_s for x in choices))
+    unit, scale = seconds_axis(max(map(_sample_s, choices)))
     lines = [list(group) for _, group in groupby(choices, key=lambda x: x.num_devices)]
     for above, line, look in zip(reversed(range(len(lines))), lines, _LINES, strict=False):
-        _draw_line(axes, line, look, scale=scale, num_above=above)
+        _draw_line(axes, plan, line, look, scale=scale, num_above=above)
     numbers = sorted({x.num_microbatches for x in choices})
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [str(x) for x in numbers])
@@ -138,18 +138,24 @@ def _alternative(x: Alternative, kind: PointKind) -> Point:
     return Point(kind=kind, label=x.label or alternative_text(x), step_s=x.step_s, peak_bytes=x.peak_bytes)
 
 
+def _sample_s(plan: Plan) -> float:
+    """Seconds of the step per sample."""
+    return plan.prediction.step_s / plan.batch_size
+
+
 def _draw_line(
-    axes: Axes, line: Sequence[ScalingPoint], look: tuple[str, str], *, scale: float, num_above: int
+    axes: Axes, plan: Plan, line: Sequence[Plan], look: tuple[str, str], *, scale: float, num_above: int
 ) -> None:
     """A line, thicker for each of the lines that are drawn above it, so that equal ones are all seen."""
     shape, colour = look
-    numbers, seconds = [x.num_microbatches for x in line], [x.sample_s / scale for x in line]
+    numbers, seconds = [x.num_microbatches for x in line], [_sample_s(x) / scale for x in line]
     axes.plot(numbers, seconds, color=colour, linewidth=1.4 + 0.8 * num_above)
-    for x in line:
-        at = [x.num_microbatches], [x.sample_s / scale]
-        if x.is_plan:
+    for x, number, sample in zip(line, numbers, seconds, strict=True):
+        at = [number], [sample]
+        if (x.num_devices, number) == (plan.num_devices, plan.num_microbatches):
             axes.plot(*at, marker="o", color=INK.light, markersize=12, markerfacecolor="none")
         (mark,) = axes.plot(*at, marker=shape, color=colour, markersize=6 + 0.8 * num_above)
-        which = f"{counted(x.num_devices, 'device')}, {counted(x.num_microbatches, 'micro-batch')}"
-        rate = quantity_text(x.batch_size / x.step_s, "samples_per_s")
-        tooltip(mark, which, f"step {seconds_text(x.step_s)}, {rate}", f"bubble {percent_text(x.bubble)}")
+        which = f"{counted(x.num_devices, 'device')}, {counted(number, 'micro-batch')}"
+        step_s = x.prediction.step_s
+        rate = quantity_text(x.batch_size / step_s, "samples_per_s")
+        tooltip(mark, which, f"step {seconds_text(step_s)}, {rate}", f"bubble {percent_text(x.prediction.bubble)}")

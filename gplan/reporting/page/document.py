@@ -7,7 +7,7 @@ All text from files is escaped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -93,24 +93,17 @@ def page(subject: Subject, drawings: Sequence[Drawing], analysis: PlanAnalysis) 
             "<footer>Made by gplan. Predicted figures come from the cost model and the simulator.</footer>",
         )
     )
-    beginning = _BEGINNING.format(policy=_POLICY, title=title, style=_style())
-    return f"{beginning}{body}\n</main>\n<script>\n{_script()}</script>\n</body>\n</html>\n"
-
-
-def _style() -> str:
     light, dark = (
         " ".join(f"--{x.name}: {getattr(x, shade)};" for x in (*NEUTRALS, _GROUND, _LINE))
         for shade in ("light", "dark")
     )
-    sheet = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{sheet}"
-
-
-def _script() -> str:
-    """The scripts, joined in a scope of their own."""
-    folder = Path(__file__).with_name("script")
-    parts = (folder.joinpath(f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
-    return "(() => {\n" + "\n".join(('"use strict";', *parts)) + "})();\n"
+    folder = Path(__file__).parent
+    sheet = folder.joinpath("page.css").read_text(encoding="utf-8")
+    style = f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{sheet}"
+    parts = (folder.joinpath(f"script/{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
+    script = "(() => {\n" + "\n".join(('"use strict";', *parts)) + "})();\n"  # in a scope of their own
+    beginning = _BEGINNING.format(policy=_POLICY, title=title, style=style)
+    return f"{beginning}{body}\n</main>\n<script>\n{script}</script>\n</body>\n</html>\n"
 
 
 def _top(subject: Subject, analysis: PlanAnalysis) -> Iterator[str]:
@@ -239,8 +232,8 @@ def headlines(subject: Subject) -> tuple[Headline, ...]:
     rate = quantity_text(samples_per_s(plan, step_s), "samples_per_s")
     if isinstance(subject, Run):
         comparison = compare(subject)
-        found = [_headline(x, comparison.row(x)) for x in (STEP_TIME, BUBBLE)]
-        found = [replace(x, detail=y) for x, y in zip(found, (rate, _BUBBLE_LEGEND), strict=True)]
+        details = {STEP_TIME: rate, BUBBLE: _BUBBLE_LEGEND}
+        found = [_headline(x, comparison.row(x), detail) for x, detail in details.items()]
         if measured_peaks(subject):
             peak = max((x for x in comparison.rows if x.quantity == PEAK_MEMORY), key=lambda x: x.measured)
             found.append(_headline(f"peak memory, device {peak.device}", peak))
@@ -298,6 +291,7 @@ def plan_facts(plan: Plan) -> list[Fact]:
     ]
 
 
-def _headline(name: str, row: ComparisonRow) -> Headline:
+def _headline(name: str, row: ComparisonRow, detail: str = "") -> Headline:
     predicted, measured = (quantity_text(x, row.unit) for x in (row.predicted, row.measured))
-    return Headline(name=name, predicted=predicted, measured=measured, error=error_text(row.error, row.unit))
+    error = error_text(row.error, row.unit)
+    return Headline(name=name, predicted=predicted, measured=measured, error=error, detail=detail)

@@ -256,10 +256,11 @@ def _block(plan: Plan, stage: Stage, all_s: float, names: list[str]) -> str:
     own_s, least_s = _stage_s(stage), _LEAST_SHARE * (all_s or 1.0)
     grow = sum(max(least_s, time_s) for _, time_s in _layers(stage)) / (all_s or 1.0)
     share = f" ({100 * own_s / all_s:.0f} %)" if all_s else ""
-    layers = "".join(
-        _layer(name, words, max(least_s, time_s) / (all_s or 1.0))
-        for name, (words, time_s) in zip(names, _layers(stage), strict=True)
-    )
+    layers = ""
+    for name, (words, time_s) in zip(names, _layers(stage), strict=True):  # each with its name where there is room
+        of_all = max(least_s, time_s) / (all_s or 1.0)
+        shown = f"<span>{escape(name)}</span>" if of_all * _CHARACTERS > len(name) + 2 else ""
+        layers += f'<i style="flex-grow:{1000 * of_all:.2f}" title="{escape(words)}">{shown}</i>'
     lines = [
         f"stage {stage.index} on device {plan.devices[stage.index]}",
         f"layers: {stage.layers_text}",
@@ -268,18 +269,12 @@ def _block(plan: Plan, stage: Stage, all_s: float, names: list[str]) -> str:
     if stage.index < plan.num_stages - 1:
         sent, back = bytes_text(stage.cost.activation_bytes), bytes_text(stage.cost.gradient_bytes)
         lines.append(f"cut after {stage.layer_names[-1]}: {sent} forward, {back} back")
-    words = "\n".join(lines)
+    told = "\n".join(lines)
     return (
         f'<li style="flex-grow:{1000 * grow:.2f}"><div class="layers">{layers}</div>'
-        f'<button type="button" class="stage" title="{escape(words)}"><b>{stage.index}</b>'
+        f'<button type="button" class="stage" title="{escape(told)}"><b>{stage.index}</b>'
         f"<span>{escape(counted(stage.num_layers, 'layer'))}</span><span>{seconds_text(own_s)}</span></button></li>"
     )
-
-
-def _layer(name: str, words: str, share: float) -> str:
-    """A layer of so much of the strip, with its name where there is room."""
-    shown = f"<span>{escape(name)}</span>" if share * _CHARACTERS > len(name) + 2 else ""
-    return f'<i style="flex-grow:{1000 * share:.2f}" title="{escape(words)}">{shown}</i>'
 
 
 def _layers(stage: Stage) -> Iterator[tuple[str, float]]:

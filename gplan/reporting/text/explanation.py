@@ -10,7 +10,7 @@ from rich.text import Text
 from gplan.core.units import bytes_text, counted, percent_text, quantity_text, seconds_text, some_names
 from gplan.evaluate.bottleneck import Bottleneck
 from gplan.evaluate.explain import Explanation
-from gplan.evaluate.options import Option, OptionKind
+from gplan.evaluate.options import OptionKind
 from gplan.evaluate.replanning import PlanSettings
 from gplan.reporting.text.fitted_table import FittedTable, Line, note_lines
 from gplan.reporting.text.plan import host_bound_lines, setting_text
@@ -120,20 +120,16 @@ def _binding(explanation: Explanation) -> str:
         )
     if found.binds == "optimizer":
         return f"Gradient sync and optimizer limit the step: {percent_text(found.tail_s / step_s)} of it is after the last backward."
-    return f"Compute limits the step: {_lesser_losses(found, step_s, setting)}."
-
-
-def _lesser_losses(found: Bottleneck, step_s: float, setting: PlanSettings) -> str:
-    """What else lengthens the step; none of it is the largest part."""
     memory = _share_text(found.memory_gain_s, step_s)
     if setting.memory_bytes is None:
-        last = "; there is no memory limit"
+        last = "there is no memory limit"
     else:
-        last = f"; the memory limit costs {memory}" if memory else "; what the memory limit costs is not known"
-    if setting.num_devices == 1:
-        return f"one {'device' if devices_differ_from_stages(setting) else 'stage'} neither waits nor sends{last}"
-    filling, exposed = _share_text(found.filling_s, step_s), _share_text(found.exposed_s, step_s)
-    return f"of the step, filling and draining take {filling}, exposed transfers {exposed}{last}"
+        last = f"the memory limit costs {memory}" if memory else "what the memory limit costs is not known"
+    lesser = f"one {'device' if devices_differ_from_stages(setting) else 'stage'} neither waits nor sends"
+    if setting.num_devices > 1:
+        filling, exposed = _share_text(found.filling_s, step_s), _share_text(found.exposed_s, step_s)
+        lesser = f"of the step, filling and draining take {filling}, exposed transfers {exposed}"
+    return f"Compute limits the step: {lesser}; {last}."
 
 
 def _share_text(seconds: float | None, step_s: float) -> str:
@@ -146,22 +142,16 @@ def _help(explanation: Explanation) -> str:
     """For each group of options the best one, if it trains more samples per second than the plan."""
     if explanation.options[0].outcome is None:
         return f"What would help is not known: {explanation.options[0].reason}."
-    parts = []
+    parts, least = [], explanation.samples_per_s * (1 + _LEAST_GAIN)
     for where, kinds in _OPTION_GROUPS.items():
-        option = _best(explanation, kinds)
-        if option is not None and option.outcome is not None:
-            gain = percent_text(option.outcome.samples_per_s / explanation.samples_per_s - 1, signed=True)
-            parts.append(f"{where}, {option.label}: {gain} samples/s")
+        rates = {x.label: x.outcome.samples_per_s for x in explanation.options if x.kind in kinds and x.outcome}
+        best = max(rates, key=rates.__getitem__, default="")
+        if best and rates[best] >= least:
+            gain = percent_text(rates[best] / explanation.samples_per_s - 1, signed=True)
+            parts.append(f"{where}, {best}: {gain} samples/s")
     if not parts:
         return "None of the options below trains more samples per second."
     return f"What would help most: {'; '.join(parts)}."
-
-
-def _best(explanation: Explanation, kinds: tuple[OptionKind, ...]) -> Option | None:
-    """The option of these kinds with the most samples per second, None if the gain is negligible."""
-    least = explanation.samples_per_s * (1 + _LEAST_GAIN)
-    better = [x for x in explanation.options if x.kind in kinds and x.outcome and x.outcome.samples_per_s >= least]
-    return max(better, key=lambda x: x.outcome.samples_per_s if x.outcome else 0.0, default=None)
 
 
 def explanation_view(explanation: Explanation) -> RenderableType:

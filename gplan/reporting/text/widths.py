@@ -14,8 +14,13 @@ _NUM_SHOWN = 10
 
 def widths_text(chosen: ChosenWidths) -> Iterator[str]:
     """The lines, best first."""
-    best = chosen.best
-    yield f"predicted: a step of {seconds_text(best.step_s)}, {_details(best)}"
+    best, choice = chosen.best, chosen.best.choice
+    split, devices = choice.widths, counted(choice.widths.devices, "device")
+    tokens = choice.num_microbatches * choice.microbatch_size * split.data * split.sequence_length
+    yield (
+        f"predicted: a step of {seconds_text(best.step_s)}, {tokens / best.step_s / split.devices:,.0f} tokens/s for each of {devices}, "
+        f"at most {bytes_text(best.peak_bytes)} of tensors on one"
+    )
     if reserved := reserved_text(chosen.plan):
         yield reserved
     if chosen.num_choices == 1:
@@ -38,11 +43,3 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
         yield "why the others are not in the list:"
     for reason, count in chosen.ruled_out.most_common():
         yield f"  {counted(count, 'setting')}: {reason}"
-
-
-def _details(one: PlannedChoice) -> str:
-    split, choice = one.choice.widths, one.choice
-    tokens = choice.num_microbatches * choice.microbatch_size * split.data * split.sequence_length
-    rate = tokens / one.step_s / split.devices
-    devices = counted(split.devices, "device")
-    return f"{rate:,.0f} tokens/s for each of {devices}, at most {bytes_text(one.peak_bytes)} of tensors on one"

@@ -6,7 +6,6 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,6 @@ from gplan.runtime.checkpoint.state import (
 from gplan.runtime.checkpoint.storage import Key, check_plain, write_checkpoint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """What the ranks exchange before they write."""
-
-    record: RankRecord
-    token: str  # rank 0's is part of the folder's temporary name
-    optimizers: list[str]
-    schedulers: list[str]
-
-
 def save_checkpoint(
     directory: Path,
     state: RankState,
@@ -59,51 +48,48 @@ def save_checkpoint(
     final = checkpoint_path(directory, step)
     states: list[OptimizerState] = []
 
-    def prepare() -> _Prepared:
+    def prepare() -> tuple[RankRecord, dict[str, list[str]], str]:
+        """What the ranks exchange before they write: records, classes, and a token for the folder's temporary name."""
         if ranks.rank == 0:
             clean_directory(directory)
         states.extend(optimizer_state(optimizer, state.parameters) for optimizer in state.optimizers)
         record = RankRecord(
-            groups=[[_without_numpy(group) for group in named.groups] for named in states],
+            groups=[[_without_numpy(group) for group in groups] for _, groups in states],
             schedulers=[_without_numpy(scheduler.state_dict()) for scheduler in state.schedulers],
             random=torch.random.get_rng_state(),
         )
         check_plain(record["groups"], what="the optimizer")
         check_plain(record["schedulers"], what="the scheduler")
-        for named in states:
-            entries = ((x, y) for values in named.state.values() for x, y in values.items())
+        for by_parameter, _ in states:
+            entries = ((x, y) for values in by_parameter.values() for x, y in values.items())
             check_plain({x: y for x, y in entries if not isinstance(y, torch.Tensor)}, what="the optimizer")
-        return _Prepared(
-            record=record,
-            token=uuid.uuid4().hex,
-            optimizers=class_names(state.optimizers),
-            schedulers=class_names(state.schedulers),
-        )
+        classes = {"optimizers": class_names(state.optimizers), "schedulers": class_names(state.schedulers)}
+        return record, classes, uuid.uuid4().hex
 
     part: Path | None = None
     try:
-        prepared = ranks.run_on_all(prepare)
-        for rank, other in enumerate(prepared):  # they are saved by index
-            for what in ("optimizers", "schedulers"):
-                first, own = getattr(prepared[0], what), getattr(other, what)
-                if first != own:
+        records, of_ranks, tokens = zip(*ranks.run_on_all(prepare), strict=True)
+        first = of_ranks[0]
+        for rank, own in enumerate(of_ranks):  # they are saved by index
+            for what in first:
+                if own[what] != first[what]:
                     raise UsageError(
-                        f"rank 0 has the {what} {first}, rank {rank} has {own}; make the same on all ranks"
+                        f"rank 0 has the {what} {first[what]}, rank {rank} has {own[what]}; make the same on all ranks"
                     )
-        part = partial_path(final, prepared[0].token)
+        part = partial_path(final, tokens[0])
         content: dict[Key, object] = {("model", name): tensor for name, tensor in state.model.items()}
-        for index, named in enumerate(states):
-            for name, entries in named.state.items():
+        for index, (by_parameter, _) in enumerate(states):
+            for name, entries in by_parameter.items():
                 content |= {("optimizers", index, "state", name, key): value for key, value in entries.items()}
         if ranks.rank == 0:  # the others' values of these keys would not be written
             header = Header(
                 format=FORMAT,
                 digest=digest,
                 step=step,
-                optimizers=prepared[0].optimizers,
-                schedulers=prepared[0].schedulers,
+                optimizers=first["optimizers"],
+                schedulers=first["schedulers"],
             )
-            content |= {("gplan",): header, ("progress",): dict(progress), ("ranks",): [x.record for x in prepared]}
+            content |= {("gplan",): header, ("progress",): dict(progress), ("ranks",): list(records)}
         write_checkpoint(content, part, final, ranks=ranks)
     except UsageError:
         raise

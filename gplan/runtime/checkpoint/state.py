@@ -80,12 +80,8 @@ _PARAMETER_KEYS = frozenset({"params", "param_names"})  # differ between stages;
 _SPEED_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})  # the result is the same
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerState:
-    """The state of one rank's optimizer."""
-
-    state: Mapping[str, Mapping[str, object]]  # by parameter, then by the optimizer's own key
-    groups: tuple[Group, ...]
+OptimizerState: TypeAlias = tuple[Mapping[str, Mapping[str, object]], list[Group]]
+"""The state of one rank's optimizer: its entries by parameter, then by the optimizer's own key; and its groups."""
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
@@ -98,13 +94,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
     packed: list[Group] = content["param_groups"]
     names = group_names(optimizer, parameters)
     by_number = _numbered(packed, names)
-    return OptimizerState(
-        state={by_number[number]: entries for number, entries in content["state"].items() if number in by_number},
-        groups=tuple(
-            {"params": [name for name in row if name is not None], **_values(group)}
-            for group, row in zip(packed, names, strict=True)
-        ),
-    )
+    state = {by_number[number]: entries for number, entries in content["state"].items() if number in by_number}
+    return state, [
+        {"params": [name for name in row if name is not None], **_values(group)}
+        for group, row in zip(packed, names, strict=True)
+    ]
 
 
 def load_optimizer_state(

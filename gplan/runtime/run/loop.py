@@ -20,6 +20,8 @@ from gplan.core import Plan, Run
 from gplan.core.errors import RunError, UsageError
 from gplan.core.units import counted
 from gplan.evaluate.compare import stale_prediction_notes
+from gplan.runtime.checkpoint.collective import RankGroup
+from gplan.runtime.gradient_sync import set_aside
 from gplan.runtime.model_source import ModelSource
 from gplan.runtime.pipeline import Pipeline, own_device
 from gplan.runtime.run.reference import Reference, as_dense, gradient_check, gradient_errors, plain_reference
@@ -76,11 +78,6 @@ class BatchStream:
         self._peeked.clear()
         self.position += 1
         return batch
-
-    def skip_to(self, position: int) -> None:
-        """Drop batches until `position` of them have been taken."""
-        while self.position < position:
-            self.take()
 
     def _drawn(self) -> tuple[Any, Any]:
         size, name = self._batch_size, self._file.name
@@ -219,7 +216,8 @@ class _TrainingLoop:
         self._notes = (*self._notes, f"went on from {loaded.path}: steps {num_steps + 1} to {wanted} were run")
         if self._pipe.seed != self._options.seed:  # go on with the batches of the run that saved
             self._data = BatchStream(self._file, self._plan.batch_size, seed=self._pipe.seed)
-        self._data.skip_to(position)
+        while self._data.position < position:
+            self._data.take()
 
     def _warn(self, note: str) -> None:
         """Warn now, and add the note to the run."""
@@ -234,9 +232,8 @@ class _TrainingLoop:
             run = virtual_run(plan, steps, peak_bytes=self._peak_bytes, options=options, loads=[load])
             errors = self._errors
         else:
-            gathered: list[Any] = [None] * dist.get_world_size()
             own = clock_id(), steps, self._peak_bytes[0], self._reserved_bytes, self._errors, load, usable_cores()
-            dist.all_gather_object(gathered, own)
+            gathered = RankGroup(group=dist.group.WORLD).run_on_all(lambda: own)
             clocks, found, peaks, reserved, of_ranks, loads, cores = zip(*gathered, strict=True)
             ranks = on_one_clock(found, clocks)
             errors = {name: error for own_errors in of_ranks for name, error in own_errors.items()}
@@ -267,14 +264,14 @@ class _TrainingLoop:
 
     def _timed_step(self, inputs: Any, target: Any) -> StepRecord:
         pipe = self._pipe
-        inputs, target = pipe.agreed("step", inputs, target)
+        inputs, target, num_rows = pipe.agreed("step", inputs, target)
         if pipe.ranks is not None:
             with self._heartbeat.waiting("ranks"):
                 dist.barrier()
         num_faults, start_s = page_faults(), time.perf_counter()
-        loss = pipe.train_on(inputs, target)
+        loss = pipe.train_on(inputs, target, num_rows)
         if not math.isfinite(loss):
-            raise RunError(pipe.explain_not_finite(inputs, loss))
+            raise RunError(pipe.explain_not_finite(inputs, num_rows, loss))
         if pipe.num_steps == 1 and self._reference is not None:
             found = {
                 name: full_tensor(as_dense(x.grad)).cpu() for name, x in pipe.named_parameters() if x.grad is not None
@@ -296,15 +293,10 @@ class _TrainingLoop:
         own = self._pipe.runner.parameters_of(stages)
         ids = {id(x) for x in own}
         others = [] if len(self._devices) == 1 else [x for x in self._pipe.parameters() if id(x) not in ids]
-        kept = [x.grad for x in others]
-        for parameter in others:
-            parameter.grad = None
-        with self._tied.of_device(device), self._pipe.runner.updating(device):
+        with set_aside(others), self._tied.of_device(device), self._pipe.runner.updating(device):
             self._optimizer.step()
             self._pipe.round_master_weights(own)
             self._optimizer.zero_grad()
-        for parameter, gradient in zip(others, kept, strict=True):
-            parameter.grad = gradient
 
     def _held_bytes(self, stages: Sequence[StageModule]) -> int:
         """Return the bytes that a device's stages hold between steps."""

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,9 +45,17 @@ class Reference:
 
     loss: float
     gradients: Mapping[str, Tensor]
-    whole_batch: WholeBatch | None  # see GradientCheck
-    tolerance: float
+    epsilon: float  # of the coarsest numbers that were computed
+    num_microbatches: int  # of a pipeline that is compared
+    whole_batch: WholeBatch | None = None  # see GradientCheck
     weights: Mapping[str, tuple[torch.dtype, int]] = field(default_factory=dict)  # dtype and digest of each parameter
+
+    @property
+    def tolerance(self) -> float:
+        """By how much the gradients of a pipeline may differ, relative."""
+        if self.epsilon > torch.finfo(torch.float32).eps:
+            return (_ROUNDINGS + 2.0 * math.sqrt(self.num_microbatches)) * self.epsilon
+        return _FINEST_TOLERANCE if self.epsilon <= torch.finfo(torch.float64).eps else TOLERANCE
 
     def check_weights(self, parameters: Mapping[str, Tensor], model: str) -> None:
         """Raise ModelError if the parameters of a pipeline differ before the first step: its model was built again."""
@@ -58,36 +66,12 @@ class Reference:
                 f"two builds of {model} from one seed have different weights ({some_names(odd)}), so --check cannot compare "
                 "them; gplan seeds torch, random and numpy.random before each build: draw them "
                 "from these, or from a generator with a fixed seed that is made within the function that builds the model, "
-                "such as numpy.random.default_rng(0)"
+                "such as numpy.random.default_rng(0); torch.empty draws nothing and needs an initialization"
             )
 
 
 def _weight_digest(tensor: Tensor, dtype: torch.dtype) -> tuple[torch.dtype, int]:
     return dtype, digest(full_tensor(tensor.detach()).to(dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class _PlainRun:
-    """One forward and backward of each part of a mini-batch."""
-
-    loss: float
-    gradients: Mapping[str, Tensor]
-    epsilon: float  # of the coarsest numbers that were computed
-
-    def tolerance(self, num_microbatches: int) -> float:
-        """By how much the gradients of a pipeline may differ, relative."""
-        if self.epsilon > torch.finfo(torch.float32).eps:
-            return (_ROUNDINGS + 2.0 * math.sqrt(num_microbatches)) * self.epsilon
-        return _FINEST_TOLERANCE if self.epsilon <= torch.finfo(torch.float64).eps else TOLERANCE
-
-    def as_reference(
-        self, num_microbatches: int, weights: Mapping[str, tuple[torch.dtype, int]], *, whole_batch: WholeBatch | None
-    ) -> Reference:
-        """Compare pipelines with this run; the arguments are as in `Reference`."""
-        tolerance = self.tolerance(num_microbatches)
-        return Reference(
-            loss=self.loss, gradients=self.gradients, whole_batch=whole_batch, tolerance=tolerance, weights=weights
-        )
 
 
 @uncompiled()
@@ -111,13 +95,13 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
             f"{describe(error)}; run without --check"
         ) from error
     worst, apart = _largest_error(gradient_errors(whole.gradients, divided.gradients))
-    reason = _why_by_microbatch(file, divided, whole, num_parts, apart)
+    reason = _why_by_microbatch(file, divided, whole, apart)
     if reason is None:
-        return whole.as_reference(num_parts, weights, whole_batch=None)
+        return replace(whole, weights=weights)
     in_one_piece = WholeBatch(loss=whole.loss, max_relative_error=apart, worst_parameter=worst, reason=reason)
     del whole  # its gradients
     again = _plain_run(file, plan, inputs, target, num_parts=num_parts, seed=2)
-    random = _difference(divided, again, num_parts)
+    random = _difference(divided, again)
     if random is not None:
         with _as_trained(file.model):
             where = draws_random_numbers(file, inputs)
@@ -125,10 +109,10 @@ def plain_reference(file: ModelFile, plan: Plan, inputs: Any, target: Any) -> Re
             f"{where}: two runs on the same batch gave {random}; --check compares with the plain model, which needs this off: "
             "for dropout profile again, with --set dropout=0 where the file has that setting, and balance"
         )
-    return divided.as_reference(num_parts, weights, whole_batch=in_one_piece)
+    return replace(divided, weights=weights, whole_batch=in_one_piece)
 
 
-def _check_finite(run: _PlainRun, file: ModelFile, inputs: Any) -> None:
+def _check_finite(run: Reference, file: ModelFile, inputs: Any) -> None:
     if not math.isfinite(run.loss):
         with random_state_kept(), model_state_restored(file.model), torch.no_grad():
             seed_everything(1)
@@ -146,9 +130,7 @@ def _check_finite(run: _PlainRun, file: ModelFile, inputs: Any) -> None:
         )
 
 
-def _why_by_microbatch(
-    file: ModelFile, divided: _PlainRun, whole: _PlainRun, num_parts: int, apart: float
-) -> str | None:
+def _why_by_microbatch(file: ModelFile, divided: Reference, whole: Reference, apart: float) -> str | None:
     """Why the whole mini-batch has other results, or may have by design; None where it has the same.
 
     `apart` is the largest relative error of its gradients.
@@ -157,7 +139,7 @@ def _why_by_microbatch(
         return "the rounding of 16-bit numbers"
     if any(isinstance(x, BatchNorm) for x in file.model.modules()):
         return "batch norm, or a loss that depends on how the mini-batch is divided"
-    if _difference(divided, whole, num_parts) is None:
+    if _difference(divided, whole) is None:
         return None
     if _have_same_loss(divided, whole) and apart <= _MOST_ROUNDING:
         return "rounding, as the loss is the same"
@@ -167,15 +149,15 @@ def _why_by_microbatch(
     )
 
 
-def _difference(one: _PlainRun, other: _PlainRun, num_microbatches: int) -> str | None:
+def _difference(one: Reference, other: Reference) -> str | None:
     """What differs between two runs by more than rounding; None if nothing does."""
     if not _have_same_loss(one, other):
         return f"losses {one.loss:.6g} and {other.loss:.6g}"
     worst, error = _largest_error(gradient_errors(one.gradients, other.gradients))
-    return f"gradients of {worst} that are {error:.1e} apart" if error > one.tolerance(num_microbatches) else None
+    return f"gradients of {worst} that are {error:.1e} apart" if error > one.tolerance else None
 
 
-def _have_same_loss(one: _PlainRun, other: _PlainRun) -> bool:
+def _have_same_loss(one: Reference, other: Reference) -> bool:
     """Whether two runs have the same loss, but for rounding."""
     return abs(other.loss - one.loss) <= _ROUNDINGS * one.epsilon * abs(one.loss)
 
@@ -239,12 +221,14 @@ def _as_trained(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _plain_run(file: ModelFile, plan: Plan, inputs: Any, target: Any, *, num_parts: int, seed: int) -> _PlainRun:
+def _plain_run(file: ModelFile, plan: Plan, inputs: Any, target: Any, *, num_parts: int, seed: int) -> Reference:
+    """One forward and backward of each part of a mini-batch."""
     with random_state_kept(), _as_trained(file.model), CoarsestNumbers() as numbers:
         seed_everything(seed)
         loss = accumulate_gradients(file, plan, inputs, target, range(num_parts))
         gradients = {n: as_dense(p.grad).clone() for n, p in file.model.named_parameters() if p.grad is not None}
-    return _PlainRun(loss, gradients, numbers.epsilon)
+    num = plan.num_replicas * plan.num_microbatches
+    return Reference(loss=loss, gradients=gradients, epsilon=numbers.epsilon, num_microbatches=num)
 
 
 def accumulate_gradients(file: ModelFile, plan: Plan, inputs: Any, target: Any, order: Sequence[int]) -> float:

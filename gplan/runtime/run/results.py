@@ -77,20 +77,16 @@ def on_one_clock(ranks: Sequence[Sequence[StepRecord]], clocks: Sequence[str]) -
     The clocks of other hosts begin elsewhere and drift. All ranks leave a barrier when a step begins, so a rank with another
     clock began each step when rank 0 did, up to the time of a message.
     """
+
+    def shifted(step: StepRecord, first: StepRecord) -> StepRecord:
+        later_s = first.start_s - step.start_s
+        actions = tuple(replace(x, start_s=x.start_s + later_s, end_s=x.end_s + later_s) for x in step.actions)
+        return replace(step, actions=actions, start_s=first.start_s, end_s=step.end_s + later_s)
+
     return [
-        [
-            _shifted(x, 0.0 if clock == clocks[0] else first.start_s - x.start_s)
-            for x, first in zip(own, ranks[0], strict=True)
-        ]
+        list(own) if clock == clocks[0] else list(map(shifted, own, ranks[0]))
         for own, clock in zip(ranks, clocks, strict=True)
     ]
-
-
-def _shifted(step: StepRecord, seconds: float) -> StepRecord:
-    if not seconds:
-        return step
-    actions = (replace(x, start_s=x.start_s + seconds, end_s=x.end_s + seconds) for x in step.actions)
-    return replace(step, actions=tuple(actions), start_s=step.start_s + seconds, end_s=step.end_s + seconds)
 
 
 def virtual_run(
@@ -232,7 +228,15 @@ def _measured_timeline(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Tim
 
     Waits are determined in each step: an input that is late in some steps only is not late in the mean step.
     """
-    seen = [_spans_of(step) for step in steps]
+    seen = list[list[Span]]()  # of each step its actions by device and start, from the first device's start on
+    for step in steps:
+        begun_s = min(x.start_s for x in step)
+        own = [
+            Span(device=i, action=x.action, start_s=max(0.0, x.start_s - begun_s), end_s=max(0.0, x.end_s - begun_s))
+            for i, record in enumerate(step)
+            for x in record.actions
+        ]
+        seen.append(sorted(own, key=lambda span: (span.device, span.start_s)))
     spans = sorted(_means(seen), key=lambda span: (span.device, span.start_s))
     return Timeline(
         num_devices=plan.num_devices,
@@ -241,17 +245,6 @@ def _measured_timeline(plan: Plan, steps: Sequence[Sequence[StepRecord]]) -> Tim
         transfers=tuple(_means([exposed_in(plan, own) for own in seen])),
         origin="measured",
     )
-
-
-def _spans_of(step: Sequence[StepRecord]) -> list[Span]:
-    """Return one step's actions by device and start; times count from the first device's start."""
-    begun_s = min(seen.start_s for seen in step)
-    spans = [
-        Span(device=device, action=x.action, start_s=max(0.0, x.start_s - begun_s), end_s=max(0.0, x.end_s - begun_s))
-        for device, seen in enumerate(step)
-        for x in seen.actions
-    ]
-    return sorted(spans, key=lambda span: (span.device, span.start_s))
 
 
 def _means(steps: Sequence[Sequence[Piece]]) -> list[Piece]:

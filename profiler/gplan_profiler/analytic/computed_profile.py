@@ -18,7 +18,7 @@ from gplan.core.errors import ModelError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import now_text, percent_text
 from gplan_profiler.analytic.hardware import Hardware
-from gplan_profiler.analytic.layer_work import HalvesAnalysis, LayerAnalysis, analyse, analyse_halves
+from gplan_profiler.analytic.layer_work import LayerAnalysis, analyse_split
 from gplan_profiler.analytic.roofline import (
     Operation,
     operations_seconds,
@@ -34,7 +34,7 @@ from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.data import check_microbatch_sizes, sample_batch
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.load import ModelFile
-from gplan_profiler.model.materialise import attributes_key, with_attributes
+from gplan_profiler.model.materialise import alike, with_attributes
 from gplan_profiler.model.precision import MASTER_DTYPE, master_bytes, round_into
 from gplan_profiler.timing.bench import bench_of_chain, capture_of_file, layers_to_measure
 from gplan_profiler.torch_compat import FakeTensorMode
@@ -104,46 +104,38 @@ def _computed_size(file: ModelFile, size: int, options: ComputeOptions, divided:
     chain = capture_of_file(file, inputs, granularity=options.granularity, divided=divided)
     found, keys = layers_to_measure(chain)
     bench = bench_of_chain(file, chain, keys, inputs, target)
-    *analyses, loss = analyse(bench.layers, bench.inputs, bench.loss)
-    halves: Sequence[HalvesAnalysis | None]
-    try:
-        *halves, of_loss = analyse_halves(bench.layers, bench.inputs, bench.loss)
-    except ModelError:  # the backward cannot be split
-        halves, of_loss = [None] * len(bench.layers), None
+    *analyses, loss = analyse_split(bench.layers, bench.inputs, bench.loss)
     by_layer = dict(zip(keys, analyses, strict=True))
-    costs = {
-        layer: _cost(analysis, half, size, options.hardware)
-        for (layer, analysis), half in zip(by_layer.items(), halves, strict=True)
-    }
+    costs = {layer: _cost(analysis, size, options.hardware) for layer, analysis in by_layer.items()}
     return SizeCosts(
         microbatch_size=size,
         chain=chain,
         sources=found,
         layers=tuple(costs[x] for x in found),
-        loss=_cost(loss, of_loss, size, options.hardware),
+        loss=_cost(loss, size, options.hardware),
         memories=tuple(by_layer[x].memory for x in found),
     )
 
 
-def _cost(analysis: LayerAnalysis, halves: HalvesAnalysis | None, size: int, hardware: Hardware) -> LayerCost:
+def _cost(analysis: LayerAnalysis, size: int, hardware: Hardware) -> LayerCost:
     def computed(operations: Sequence[Operation]) -> Timing:
         return Timing.exactly(operations_seconds(operations, hardware, dtype=analysis.dtype), origin="computed")
 
     backward = computed(analysis.backward)
-    first_half = computed(halves.input_half) if halves and halves.input_half is not None else None
-    second_half = computed(halves.weight_half) if halves and first_half else backward
+    first_half = None if analysis.input_half is None else computed(analysis.input_half)
+    second_half = None
+    if analysis.weight_half is not None:
+        second_half = computed(analysis.weight_half) if first_half else backward
     return LayerCost(
         microbatch_size=size,
         forward=computed(analysis.forward),
         last_recompute=computed(analysis.last_recompute),
         backward=backward,
         input_gradient=first_half,
-        weight_gradient=second_half if halves else None,
+        weight_gradient=second_half,
         forward_work=total_work(analysis.forward),
         backward_work=total_work(analysis.backward),
-        **(replace(analysis.memory, halves=halves.memory) if halves else analysis.memory).fields(
-            on_gpu=hardware.kind == "cuda"
-        ),
+        **analysis.memory.fields(on_gpu=hardware.kind == "cuda"),
     )
 
 
@@ -177,10 +169,7 @@ def computed_step(file: ModelFile, hardware: Hardware) -> StepCost:
     if not file.has("optimizer") or not trained:
         return StepCost.none(origin="computed")
     as_list = hardware.kind == "cuda"
-    alike: dict[object, list[nn.Parameter]] = {}
-    for x in trained:
-        alike.setdefault((x.shape, x.dtype, gradient_bytes(x), attributes_key(x)), []).append(x)
-    steps = [(len(some), _step(file, some[0], as_list=as_list)) for some in alike.values()]
+    steps = [(len(some), _step(file, some[0], as_list=as_list)) for some in alike(trained)]
     largest = max((step for _, step in steps), key=lambda step: step.gradient_bytes)
     masters = master_bytes(trained, file.precision)
     return StepCost(

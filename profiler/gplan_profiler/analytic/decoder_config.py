@@ -455,10 +455,6 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         mixer = "" if kind in ("mlp", "moe") else kind
         return BlockKind(mixer, feed, self._attended(kind, sequence), self._is_rotary(block))
 
-    def attended(self, block: int, sequence: int) -> float:
-        """Which share of all earlier tokens a token of a block attends to, on average over a sequence."""
-        return self._attended(self._kind(block), sequence)
-
     def _attended(self, kind: str, sequence: int) -> float:
         window = {
             "sliding_attention": self.sliding_window if self.use_sliding_window else 0,
@@ -477,13 +473,9 @@ _KEYS = tuple(x for x in Decoder.__struct_fields__ if x != "unused")
 
 
 @cache
-def _known() -> dict[str, dict[str, Any]]:
-    return msgspec.toml.decode(_TABLE.read_text(encoding="utf-8"), type=dict[str, dict[str, Any]])
-
-
-def decoder_names() -> tuple[str, ...]:
+def known_decoders() -> dict[str, dict[str, Any]]:
     """The configurations that are known by name."""
-    return tuple(_known())
+    return msgspec.toml.decode(_TABLE.read_text(encoding="utf-8"), type=dict[str, dict[str, Any]])
 
 
 def _known_name(name: str) -> str:
@@ -499,7 +491,7 @@ def _known_name(name: str) -> str:
         )
         return re.sub(r"^llama3[123](?=\d+b)", "llama3", text.removeprefix("meta"))
 
-    return next((x for x in _known() if plain(x) == plain(name)), "")
+    return next((x for x in known_decoders() if plain(x) == plain(name)), "")
 
 
 def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Decoder:
@@ -510,14 +502,14 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
     path, known = Path(name), _known_name(name)
     if known:
         name = known
-        found: Any = {key: value for key, value in _known()[name].items() if key != "source"}
+        found: Any = {key: value for key, value in known_decoders()[name].items() if key != "source"}
     elif path.suffix == ".json":
         try:
             found = json.loads(path.read_bytes())  # accepts Infinity, which transformers writes
         except (OSError, ValueError, RecursionError) as error:
             raise FileError(f"{path} cannot be read: {error}; expected the config.json of a model") from error
     else:
-        raise UsageError(f"no model is named {name}; expected {', '.join(decoder_names())}, or a config.json")
+        raise UsageError(f"no model is named {name}; expected {', '.join(known_decoders())}, or a config.json")
     keys = {*_KEYS, "model_type"}
     if strange := [key for key, value in settings.items() if key not in keys and value is not None]:
         near = get_close_matches(strange[0], _KEYS, n=3, cutoff=0.4)

@@ -375,9 +375,8 @@ class LayerKernels:
         model, split = self.decoder, self.widths.tensor
         table, is_tied = model.vocab_size * model.hidden_size // split, model.ties_embedding
         moved = _moved("indexing", 2 * self.hidden_bytes, *[2 * self.hidden_bytes] * (self.microbatch_size > 1))
-        added = _moved(
-            "pointwise", ELEMENT * table, (ELEMENT + 2 * self.trainer.gradient_bytes) * table
-        )  # cleared, then added
+        cleared, summed = ELEMENT * table, (ELEMENT + 2 * self.trainer.gradient_bytes) * table
+        added = _moved("pointwise", cleared, summed)
         kernel = self._out_of(
             Kernel(
                 forward=moved,

@@ -110,8 +110,11 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
         raise ValueError(
             f"has the model_type {name}: {reason}; profile the model itself with gplan profile --device meta"
         )
-    if family is None:
-        alike = _alike(name)
+    if family is None:  # near it are those of the same makers, as qwen3_moe for qwen4_moe; else those spelt almost so
+        stem, known_names = re.match("[a-z]*", name.lower()), families()
+        kin = [x for x in known_names if stem and len(stem[0]) > 2 and re.match("[a-z]*", x)[0] == stem[0]]  # type: ignore[index]
+        alike = get_close_matches(name.lower(), kin, n=5, cutoff=0.0)
+        alike = alike or get_close_matches(name.lower(), known_names, cutoff=0.85)
         near = f"near it: {', '.join(alike)}" if alike else "none has a name near it"
         raise ValueError(
             f"has the model_type {name}, whose layers are not known; of the {len(families())} that are, {near}; where the layers are the "
@@ -150,16 +153,11 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
     if not given.get("intermediate_size") and "intermediate_ratio" in family:
         given["intermediate_size"] = family["intermediate_ratio"] * given.get("hidden_size", 0)
     unused = [f"{x} of the configuration is not used; layers are computed as without it" for x in notes]
-    return {x: _plain(x, y) for x, y in _with_kinds(given).items()} | {"unused": unused}
-
-
-def _alike(name: str) -> list[str]:
-    """The known families of the same makers, as qwen3_moe for qwen4_moe, nearest first; else those spelt almost so."""
-    stem = re.match("[a-z]*", name.lower())
-    kin = [x for x in families() if stem and len(stem[0]) > 2 and re.match("[a-z]*", x)[0] == stem[0]]  # type: ignore[index]
-    return get_close_matches(name.lower(), kin, n=5, cutoff=0.0) or get_close_matches(
-        name.lower(), families(), cutoff=0.85
-    )
+    decoder = _with_kinds(given)
+    for key, value in decoder.items():  # a number for each layer is one number, if all are equal
+        if key not in _LISTS and isinstance(value, list) and value and all(x == value[0] for x in value):
+            decoder[key] = value[0]
+    return {**decoder, "unused": unused}
 
 
 def _with_kinds(given: dict[str, Any]) -> dict[str, Any]:
@@ -188,10 +186,3 @@ _LISTS = {
     "no_rope_layers",
     "unused",
 }
-
-
-def _plain(key: str, value: Any) -> Any:
-    """A number for each layer as one number, if all are equal."""
-    if key in _LISTS or not isinstance(value, list) or not value or any(x != value[0] for x in value):
-        return value
-    return value[0]

@@ -11,12 +11,9 @@ the widths, by `collectives`; other trainers differ as `trainers` says. Left out
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import prod
-from types import MappingProxyType
-from typing import Any
 
 from gplan.core import Layer, LayerCost, ModelId, Precision, Profile, SharedWeight, StepCost, Timing
 from gplan.core.errors import UsageError
@@ -24,7 +21,7 @@ from gplan.core.layer_cost import Leftover
 from gplan.core.profile import ParameterSize
 from gplan.core.units import now_text
 from gplan_profiler.analytic.collectives import pipeline_link
-from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths, load_decoder
+from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths
 from gplan_profiler.analytic.decoder_kernels import (
     DTYPE,
     ELEMENT,
@@ -90,9 +87,8 @@ class DecoderProfile:
             more = (self.trainer.gradient_bytes + _STATE) * part.experts
         else:
             more = max(0, _STATE * part.experts // expert_ranks - _STATE * part.experts // ranks)
-        held = ELEMENT * (
-            1 + self.trainer.holds_gradients * (1 + (ranks > 1))
-        )  # with replicas in buckets too, which DDP sums
+        # Gradients, with replicas in buckets too, which DDP sums.
+        held = ELEMENT * (1 + self.trainer.holds_gradients * (1 + (ranks > 1)))
         return held * (part.parameters + part.experts) + more
 
     def profile(self, microbatch_sizes: tuple[int, ...]) -> Profile:
@@ -146,7 +142,12 @@ class DecoderProfile:
                 self.widths,
                 hidden=self.reduction_hidden,
                 sums_whole=self.trainer.sums_whole,
-                **self._messages(parts),
+                # where each tensor has a collective of its own: a block has six, two of them small
+                **(
+                    {"tensor_bytes": self.trainer.gradient_bytes * parts[1].parameters / 6}
+                    if self.trainer.exchanges_tensors
+                    else {}
+                ),
             ),
             overhead_s=0.0,
             whole_model=(),
@@ -159,14 +160,6 @@ class DecoderProfile:
             ),
             plan_notes=(expected_error(self.trainer.name, self.hardware.name),),
             precision=Precision.named("mixed"),
-        )
-
-    def _messages(self, parts: tuple[Part, ...]) -> dict[str, float]:
-        """The bytes of a collective between replicas where each tensor has its own: a block has six, two of them small."""
-        return (
-            {"tensor_bytes": self.trainer.gradient_bytes * parts[1].parameters / 6}
-            if self.trainer.exchanges_tensors
-            else {}
         )
 
     def _tied(self, last: int) -> tuple[SharedWeight, ...]:
@@ -266,28 +259,6 @@ def num_parameters(decoder: Decoder) -> tuple[int, int]:
     return total, total - experts + taken
 
 
-def decoder_profile(
-    name: str,
-    hardware: Hardware,
-    *,
-    widths: Widths,
-    microbatch_sizes: tuple[int, ...] = (1,),
-    settings: Mapping[str, Any] = MappingProxyType({}),
-) -> Profile:
-    """The computed profile of a configuration; raises UsageError or FileError for one that is not known."""
-    found = DecoderProfile(name=name, decoder=load_decoder(name, settings), widths=widths, hardware=hardware)
-    if min(microbatch_sizes) < 1:
-        raise UsageError(f"a micro-batch has {min(microbatch_sizes)} samples; expected at least 1")
-    check_widths(found.decoder, widths)
-    return found.profile(microbatch_sizes)
-
-
-def check_widths(decoder: Decoder, widths: Widths) -> None:
-    """Raise UsageError for widths that do not divide a model."""
-    sizes = {"tensor": widths.tensor, "context": widths.context, "expert": widths.expert}
-    check_divisions(decoder, **sizes, sequence_length=widths.sequence_length)
-
-
 def check_divisions(decoder: Decoder, *, tensor: int, context: int, expert: int, sequence_length: int) -> None:
     """Raise UsageError for what so many ranks cannot divide, with the nearest numbers that can."""
     if 0 < decoder.learned_positions < sequence_length:
@@ -304,7 +275,12 @@ def check_divisions(decoder: Decoder, *, tensor: int, context: int, expert: int,
         *token_divisions(sequence_length, tensor=tensor, context=context),
     ):
         if count % width:
-            raise UsageError(_indivisible_text(what, count, width, flag))
+            below = max(x for x in range(1, min(width, count) + 1) if count % x == 0)
+            above = next((x for x in range(width, count + 1) if count % x == 0), below)
+            near = f"{below}" if above == below else f"{below} or {above}"
+            raise UsageError(
+                f"{count} {what} cannot be divided over {width} ranks; the nearest divisors are {near} ({flag})"
+            )
 
 
 def token_divisions(sequence_length: int, *, tensor: int, context: int) -> tuple[tuple[str, int, int, str], ...]:
@@ -315,11 +291,3 @@ def token_divisions(sequence_length: int, *, tensor: int, context: int) -> tuple
         ("tokens of a sequence", sequence_length, 2 * context, "twice --context"),
         (f"tokens on each of {context} context ranks", sequence_length // context, tensor, "--tensor"),
     )
-
-
-def _indivisible_text(what: str, count: int, width: int, flag: str) -> str:
-    """Why so many ranks cannot divide something, with the nearest numbers that can."""
-    below = max(x for x in range(1, min(width, count) + 1) if count % x == 0)
-    above = next((x for x in range(width, count + 1) if count % x == 0), below)
-    near = f"{below}" if above == below else f"{below} or {above}"
-    return f"{count} {what} cannot be divided over {width} ranks; the nearest divisors are {near} ({flag})"

@@ -40,9 +40,8 @@ _LEAST_FLOPS_PER_S = 1e9  # lower numbers are probably in another unit
 _LEAST_LINK = 1e6
 _MOST_SHARE = 2.0  # a causal attention that counts the whole square may reach twice the peak
 _LEAST = {"bytes_per_s": 1e8, "memory_bytes": 1e6}
-_NO_NAME = re.compile(
-    r"nvidia|amd|geforce|tesla|instinct|google|sxm\d?|hbm\d?e?|oam|gpu|"
-)  # words beside a device's name
+# words beside a device's name
+_NO_NAME = re.compile(r"nvidia|amd|geforce|tesla|instinct|google|sxm\d?|hbm\d?e?|oam|gpu|")
 _TABLE: dict[str, Any] = msgspec.toml.decode(
     resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
 )
@@ -166,11 +165,6 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices_per_node: int = 8
     network_share: float | None = None  # None, and no collectives: those of the table's own entry "collectives"
     collectives: dict[ExchangeKind, CollectiveRate] = {}
-
-
-def hardware_names() -> tuple[str, ...]:
-    """The names of the devices in the built-in table."""
-    return tuple(hardware_table())
 
 
 def load_hardware(name_or_path: str) -> Hardware:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from gplan_profiler.analytic.work_counter import WorkCounter
 from gplan_profiler.capture.chain import Tensors
 from gplan_profiler.memory.allocations import StorageRecorder, storage_key
 from gplan_profiler.memory.layer_memory import (
-    HalvesBytes,
     LayerBytes,
     TiedUse,
     halves_bytes,
@@ -98,15 +97,8 @@ class LayerAnalysis:
     backward: tuple[Operation, ...]
     memory: LayerBytes
     dtype: str  # of its products
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalvesAnalysis:
-    """Operations and memory of the two halves of the backward of one layer, or of the loss."""
-
-    input_half: tuple[Operation, ...] | None  # None: no input requires a gradient; the second half is the whole
-    weight_half: tuple[Operation, ...]
-    memory: HalvesBytes
+    input_half: tuple[Operation, ...] | None = None  # None: no input requires a gradient; the second half is the whole
+    weight_half: tuple[Operation, ...] | None = None  # None: the backward was not split, or cannot be
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,23 +140,28 @@ def analyse(
     return tuple(found)
 
 
-def analyse_halves(
+def analyse_split(
     layers: Sequence[nn.Module], inputs: Tensors, loss: Callable[[Tensors], Tensor]
-) -> tuple[HalvesAnalysis, ...]:
-    """As `analyse`, with a backward in two halves; raises ModelError also for a backward that cannot be split."""
-    with _on_fake_tensors(layers, inputs) as fake:
-        passage = pass_in_halves(fake.calls, fake.parameters, fake.inputs, loss, now=fake.recorder.now)
+) -> tuple[LayerAnalysis, ...]:
+    """As `analyse`, also of the backward in two halves; without these where it cannot be split."""
+    whole = analyse(layers, inputs, loss)
+    try:
+        with _on_fake_tensors(layers, inputs) as fake:
+            passage = pass_in_halves(fake.calls, fake.parameters, fake.inputs, loss, now=fake.recorder.now)
+    except ModelError:
+        return whole
     memories, between = halves_bytes(fake.recorder.trace(), passage), fake.counter.between
     work: list[list[Operation]] = [[] for _ in memories]
     for layer, window in passage.weights:
         work[layer] += between(*window)
     return tuple(
-        HalvesAnalysis(
+        replace(
+            x,
             input_half=between(*passage.inputs[i - passage.first]) if i >= passage.first else None,
             weight_half=tuple(work[i]),
-            memory=memory,
+            memory=replace(x.memory, halves=memories[i]),
         )
-        for i, memory in enumerate(memories)
+        for i, x in enumerate(whole)
     )
 
 

@@ -33,9 +33,8 @@ class Trainer:
     divides_sequence: bool = True  # norms and sums on 1 / tensor of the tokens
     fuses_gate: bool = True  # activation and product in one operation, which keeps its input alone
     hidden_share: float = 0.0  # of collectives that can run beside a product
-    sizes_s: float = (
-        0.0  # a layer of experts waits in each direction for the sizes of their tokens, then for its kernels
-    )
+    # a layer of experts waits in each direction for the sizes of their tokens, then for its kernels
+    sizes_s: float = 0.0
     stores_scores: bool = False  # attention in single products: keeps the softmax, its dropout's mask and result
     recomputes_scores: bool = False  # attention runs again in the backward (selective recompute)
     gradient_bytes: int = 4  # of a value in which gradients are summed

@@ -174,8 +174,12 @@ class _Call:
                 "the input of a recomputed layer was written into between its forward and its backward; expected that "
                 "later layers work on copies"
             )
-        with torch.enable_grad(), _under(self._autocast), _buffers_as(self._written, self._values), self._again():
-            num_kept = self._fill()
+        with ExitStack() as stack:
+            for then, now in zip(self._autocast, _autocast(), strict=True):
+                if then != now:
+                    stack.enter_context(torch.autocast(**then))
+            with torch.enable_grad(), _buffers_as(self._written, self._values), self._again():
+                num_kept = self._fill()
         if num_kept < len(self._slots):
             raise _differs(f"saves {num_kept} tensors", f"it saved {len(self._slots)} at first")
         if self.is_over:
@@ -214,16 +218,6 @@ def _autocast() -> list[dict[str, Any]]:
         }
         for kind in ("cpu", "cuda")
     ]
-
-
-@contextmanager
-def _under(state: list[dict[str, Any]]) -> Iterator[None]:
-    """Inside, autocast has this state."""
-    with ExitStack() as stack:
-        for then, now in zip(state, _autocast(), strict=True):
-            if then != now:
-                stack.enter_context(torch.autocast(**then))
-        yield
 
 
 def _text(kind: _Kind) -> str:

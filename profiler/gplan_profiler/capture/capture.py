@@ -8,7 +8,7 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -127,27 +127,6 @@ def _no_other_autocast(precision: Precision) -> AbstractContextManager[None]:
     return autocast_replaced(refusing)
 
 
-def check_order(names: Sequence[str], order: Sequence[int], pairs: Iterable[tuple[int, int]]) -> None:
-    """Raise ModelError unless `order` is a permutation with the first layer of each pair before the second.
-
-    The second of a pair may be L, the model's output.
-    """
-    num_layers = len(names)
-    if sorted(order) != list(range(num_layers)):
-        shown = ", ".join([*map(str, order[:8]), *["..."] * (len(order) > 8)])
-        raise ModelError(
-            f"the order {shown} is not an order of the {num_layers} layers of this model; expected each of "
-            f"0 to {num_layers - 1} once"
-        )
-    place = {layer: i for i, layer in enumerate([*order, num_layers])}
-    for before, after in pairs:
-        if place[before] > place[after]:
-            raise ModelError(
-                f"layer {names[after]} cannot run before {names[before]}, whose results or buffers it needs; expected an "
-                "order in which every layer comes after what it needs"
-            )
-
-
 def exported(
     model: nn.Module,
     inputs: object,
@@ -250,10 +229,10 @@ class ExportedChain(Chain):
         graph.output(tuple(graph.call_method("contiguous", (x,)) if sends else x for x in outputs))
         module = GraphModule(attributes, graph, class_name=f"Layers{first}to{end}")
         module.train()
-        for (
-            part
-        ) in module.modules():  # submodules as plain attributes avoid the slow lookup of nn.Module; tensors stay,
-            vars(part).update(part._modules)  # because `.to()`, loading and materialisation replace them
+        # Submodules as plain attributes avoid the slow lookup of nn.Module; tensors stay, because `.to()`, loading and
+        # materialisation replace them.
+        for part in module.modules():
+            vars(part).update(part._modules)
         return module
 
     def draws(self, layer: int) -> bool:
@@ -302,7 +281,20 @@ class ExportedChain(Chain):
             if route.producer is not None
             for consumer in route.consumers
         ]
-        check_order(self.names, order, [*reads, *self.pinned])
+        num_layers = len(self)
+        if sorted(order) != list(range(num_layers)):
+            shown = ", ".join([*map(str, order[:8]), *["..."] * (len(order) > 8)])
+            raise ModelError(
+                f"the order {shown} is not an order of the {num_layers} layers of this model; expected each of "
+                f"0 to {num_layers - 1} once"
+            )
+        place = {layer: i for i, layer in enumerate([*order, num_layers])}  # the last is the model's output
+        for before, after in (*reads, *self.pinned):
+            if place[before] > place[after]:
+                raise ModelError(
+                    f"layer {self.names[after]} cannot run before {self.names[before]}, whose results or buffers it needs; expected "
+                    "an order in which every layer comes after what it needs"
+                )
         groups = [self._groups[layer] for layer in order]
         found = ExportedChain(self.model, self._trace, groups, digest=self.digest())
         found.precision = self.precision

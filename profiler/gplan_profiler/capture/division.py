@@ -12,8 +12,7 @@ its children as layers, "blocks.3.*" its operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,68 +36,49 @@ _EQUAL = 0.99  # of another share, which counts as the same one
 
 def divided(traced: Trace, model: nn.Module) -> tuple[str, ...]:
     """The modules of a traced model that must be divided, sorted; before any operation of the trace is replaced."""
-    shares = _Shares.of(traced, model)
+    by_call, own = dict[str, dict[str, float]](), dict[str, list[float]]()  # work of a module's calls, and of its own
+    known, total = dict[Any, float](), 0.0
+    for node in _operations(traced):
+        work = _work(node, known)
+        total += work
+        own.setdefault(module_path(node), []).append(work)
+        for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
+            calls = by_call.setdefault(str(path), {})
+            calls[key] = calls.get(key, 0.0) + work
+    num_parameters = max(1, sum(x.numel() for x in model.parameters()))
+
+    def share_of(path: str) -> float:
+        """The larger of a module's shares of work, in its largest call, and of parameters; 0.0 with too little work."""
+        work = max(by_call.get(path, {"": 0.0}).values())
+        parameters = sum(x.numel() for x in model.get_submodule(path).parameters())
+        return max(work / total, parameters / num_parameters) if work >= _LEAST_WORK else 0.0
+
+    def share_of_own(path: str) -> float:
+        """The share of work of all operations that are a module's own but the largest; 0.0 with too little work."""
+        works = own.get(path, [0.0])
+        rest = sum(works) - max(works)
+        return rest / total if rest >= _LEAST_WORK else 0.0
+
     with_children = {path for path, x in model.named_modules() if any(True for _ in x.children())}
     found, tried = set[str](), set[str]()
     while True:
         units = {*unit_paths(model, found).values()} - {PART}
-        share = {x: shares.of_module(x) for x in units - tried}
+        share = {x: share_of(x) for x in units - tried}
         largest = max(share.values(), default=0.0)
         if largest <= LARGEST_SHARE:
             break
         alike = {x for x in share if share[x] >= _EQUAL * largest}
         tried |= alike
         more = found | (alike & with_children)
-        if shares.num_calls({*unit_paths(model, more).values()} - {PART}) <= MOST_LAYERS:
+        if sum(len(by_call.get(x, ())) for x in {*unit_paths(model, more).values()} - {PART}) <= MOST_LAYERS:
             found = more
     paths = unit_paths(model, found)
     outside = {path for path, _ in model.named_modules()} - paths.keys()
     single = outside | ((tried & units) - with_children)  # whose own operations are in no smaller module
-    own = {operations_entry(x) for x in single if shares.of_own_operations(x) > LARGEST_SHARE}
+    of_operations = {operations_entry(x) for x in single if share_of_own(x) > LARGEST_SHARE}
     if isinstance(model, nn.Sequential):  # whose children are layers as they are, also those that are lists
-        found |= {x for x, _ in model.named_children() if x not in units and shares.of_module(x) > LARGEST_SHARE}
-    return tuple(sorted(found | own))
-
-
-@dataclass(slots=True)
-class _Shares:
-    """Shares of the model's work and parameters."""
-
-    total: float = 0.0
-    by_call: dict[str, dict[str, float]] = field(default_factory=dict)  # of each call of a module, with its submodules
-    own: dict[str, list[float]] = field(default_factory=dict)  # of each operation that is a module's own
-    parameters: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, traced: Trace, model: nn.Module) -> _Shares:
-        """The shares of all modules."""
-        shares, known = cls(), dict[Any, float]()
-        for node in _operations(traced):
-            work = _work(node, known)
-            shares.total += work
-            shares.own.setdefault(module_path(node), []).append(work)
-            for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
-                calls = shares.by_call.setdefault(str(path), {})
-                calls[key] = calls.get(key, 0.0) + work
-        num_parameters = max(1, sum(x.numel() for x in model.parameters()))
-        for path, module in model.named_modules():
-            shares.parameters[path] = sum(x.numel() for x in module.parameters()) / num_parameters
-        return shares
-
-    def num_calls(self, units: Iterable[str]) -> int:
-        """How often some modules are called in all."""
-        return sum(len(self.by_call.get(x, ())) for x in units)
-
-    def of_module(self, path: str) -> float:
-        """The larger of the shares of work, in the module's largest call, and of parameters; 0.0 with too little work."""
-        work = max(self.by_call.get(path, {"": 0.0}).values())
-        return max(work / self.total, self.parameters[path]) if work >= _LEAST_WORK else 0.0
-
-    def of_own_operations(self, path: str) -> float:
-        """The share of work of all operations that are the module's own but the largest; 0.0 with too little work."""
-        works = self.own.get(path, [0.0])
-        rest = sum(works) - max(works)
-        return rest / self.total if rest >= _LEAST_WORK else 0.0
+        found |= {x for x, _ in model.named_children() if x not in units and share_of(x) > LARGEST_SHARE}
+    return tuple(sorted(found | of_operations))
 
 
 def _operations(traced: Trace) -> Iterator[Node]:

@@ -159,9 +159,8 @@ class ChainPositions:
         self._found = found
         self._kept = [i for i, source in enumerate(found) if source == i]
         self._place = {layer: i for i, layer in enumerate(self._kept)}
-        self._runs: dict[
-            int, tuple[int, int]
-        ] = {}  # of layers not measured: the pattern's length, the run's last layer
+        # of layers not measured: the pattern's length, the run's last layer
+        self._runs: dict[int, tuple[int, int]] = {}
         for is_left_out, some in groupby(range(len(found)), key=lambda i: found[i] != i):
             layers = list(some)
             length = len({found[i] for i in layers})

@@ -7,7 +7,7 @@ micro-batch ran last. So they are restored after a capture, and a loss that read
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
@@ -17,7 +17,7 @@ from torch import nn
 
 from gplan.core.errors import ModelError
 from gplan_profiler.capture.authored_layers import OF_EVERY_MODULE, PLAIN, names_in
-from gplan_profiler.torch_compat import module_call, module_calls_replaced
+from gplan_profiler.torch_compat import module_calls_replaced
 
 _NOT_RESTORED = frozenset({"training", "_parameters", "_buffers", "_modules"})
 NOT_OF_A_FORWARD = frozenset({"__init__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"})
@@ -105,24 +105,20 @@ def _differs(value: object, before: object, entries: object) -> bool:
 
 def attributes_read(model: nn.Module) -> Attributes:
     """Those of `attributes_of` that the code of some module's class names outside its constructor."""
-    named = {kind: _names_read(kind) for kind in {type(x) for x in model.modules()}}
-    everywhere = frozenset[str]().union(*named.values())
+    everywhere = {
+        name
+        for kind in {type(x) for x in model.modules()}
+        for base in kind.__mro__
+        if base not in (nn.Module, object)
+        for method, x in vars(base).items()
+        if method not in NOT_OF_A_FORWARD and isinstance(code := getattr(x, "__code__", None), CodeType)
+        for name in names_in(code)
+    }
     found = (
         (path, module, {name: x for name, x in kept.items() if name in everywhere and name not in OF_EVERY_MODULE})
         for path, module, kept in attributes_of(model)
     )
     return [x for x in found if x[2]]
-
-
-def _names_read(kind: type) -> frozenset[str]:
-    """The names in the code of a class's methods, but those that build or describe an object."""
-    own = (x for base in kind.__mro__ if base not in (nn.Module, object) for x in vars(base).items())
-    return frozenset(
-        name
-        for method, x in own
-        if method not in NOT_OF_A_FORWARD and isinstance(code := getattr(x, "__code__", None), CodeType)
-        for name in names_in(code)
-    )
 
 
 @contextmanager
@@ -134,9 +130,9 @@ def unreadable(assigned: Collection[AssignedAttribute]) -> Iterator[None]:
     if not assigned:
         yield
         return
-    running, plain = list[nn.Module](), module_call()
+    running = list[nn.Module]()
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         running.append(module)
         try:
             return plain(module, *args, **kwargs)

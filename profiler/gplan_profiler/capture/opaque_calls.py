@@ -37,10 +37,9 @@ from gplan_profiler.torch_compat import (
     TorchDispatchMode,
     function_calls_replaced,
     is_wrapped,
-    module_call,
     module_calls_replaced,
-    proxy_mode,
     pytree,
+    running_tracer,
     untraced,
 )
 
@@ -82,7 +81,7 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         plain = own.__get__(None, function)
-        tracer = _tracer()
+        tracer = running_tracer()
         if tracer is None or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         arguments, tensors = Form.of_leaves(*pytree.tree_flatten((args, kwargs)))
@@ -90,9 +89,7 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
             takes_context = function.setup_context is torch.autograd.Function.setup_context
             can_be_traced = not takes_context and not any(x.requires_grad for x in tensors)
             return (function.forward if can_be_traced else plain)(*args, **kwargs)
-        if (
-            function is CheckpointFunction
-        ):  # its first two arguments are the function and whether it keeps random numbers
+        if function is CheckpointFunction:  # its first arguments: the function, and whether it keeps random numbers
             with torch.set_grad_enabled(any(isinstance(x, Tensor) and x.requires_grad for x in args)):
                 return args[0](*args[2:])
         before = [x._version for x in tensors]
@@ -128,12 +125,6 @@ def calls_in(module: GraphModule, operator: OpOverload) -> Iterator[Node]:
         yield from calls
         if calls and body is not module:  # only the graph of the module itself is used
             body.recompile()
-
-
-def _tracer() -> Any:
-    """The tracer of the running export; None outside."""
-    mode = proxy_mode()
-    return None if mode is None else mode.tracer
 
 
 def _add_to_graph(
@@ -221,9 +212,8 @@ def recorded_calls(model: nn.Module, run: Callable[[], object], classes: Collect
     found: dict[str, list[ModuleRecord]] = {}
     paths = {id(x.__dict__): path for path, x in model.named_modules() if type(x) in classes}
     running: list[str] = []
-    plain: Callable[..., Any] = module_call()
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(module.__dict__))
         if path is None or running:
             return plain(module, *args, **kwargs)
@@ -286,10 +276,9 @@ def opaque_modules(
     """Inside, the recorded calls of a trace of the model are single operations, which are appended to `found`."""
     paths = {id(model.get_submodule(path).__dict__): path for path in recorded}
     calls = {path: iter(x) for path, x in recorded.items()}
-    plain: Callable[..., Any] = module_call()
 
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        path, tracer = paths.get(id(module.__dict__)), _tracer()
+    def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path, tracer = paths.get(id(module.__dict__)), running_tracer()
         if path is None or tracer is None:
             return plain(module, *args, **kwargs)
         record = next(calls[path])

@@ -232,9 +232,7 @@ def _parts(draft: _Draft, wiring: Wiring) -> list[_Draft]:
     if not draft.mains:
         return [draft]
     nodes, inside, crossing = draft.nodes, {*draft.nodes}, list[int]()
-    for cut in range(
-        len(nodes) + 1
-    ):  # the bytes made before the cut and read after it, and those that only the run reads
+    for cut in range(len(nodes) + 1):  # bytes made before it and read after it, and those that only the run reads
         consumed = {x for node in nodes[cut:] for x in wiring.reads[node] - inside if wiring.readers[x] <= inside}
         crossing.append(_bytes_of(wiring.outputs_of(nodes[:cut])) + _bytes_of(consumed))
     others = [] if wiring.is_main(nodes[0]) else crossing[:1]

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -44,7 +45,9 @@ _MOST_CHARACTERS = 40  # of a key
 _RESTORED = (list, dict, set, deque, defaultdict, OrderedDict)
 _IN_CLASSES = (staticmethod, classmethod, property)  # beside functions
 _CONTAINERS = (list, tuple, deque, set, frozenset)
-_NOT_FOLLOWED = frozenset({"torch", "numpy", "transformers", "gplan", "gplan_profiler", *sys.stdlib_module_names})
+_NOT_FOLLOWED = frozenset({  # "_pytest" is what an assert calls in a test's module
+    "torch", "numpy", "transformers", "gplan", "gplan_profiler", "_pytest", *sys.stdlib_module_names,
+})  # fmt: skip
 
 State: TypeAlias = dict[str, tuple[object, object]]
 """By the path in Python: a plain value, a tensor, a container or an iterator, and what changes when it does."""
@@ -80,7 +83,7 @@ def changed_state_refused(loss: Callable[..., Any] | None, model: nn.Module) -> 
 def readings_of_changes(model: nn.Module) -> Iterator[dict[str, str]]:
     """Inside, the model's forward runs once; then the dict has the state that it changed and reads: path to line."""
     found: dict[str, str] = {}
-    before = read_state(_code_of(model), model)
+    before = state_of(model)
     yield found
     roots = _code_of(model)
     functions: _Functions | None = None
@@ -92,22 +95,14 @@ def readings_of_changes(model: nn.Module) -> Iterator[dict[str, str]]:
                 found[path] = line
 
 
-def check_settled(model: nn.Module, call: Callable[[bool], object], readings: Mapping[str, str]) -> None:
-    """Raise StateError if the model's forward changes one of some states at every call.
+def state_of(model: nn.Module) -> State:
+    """What the code of a model can read now."""
+    return read_state(_code_of(model), model)
 
-    `call` calls the model, with the same inputs or, given True, with others.
-    """
-    if not readings:
-        return
-    states = []
-    for is_other in (False, True, False, False):
-        try:
-            call(is_other)
-        except Exception:  # of inputs that are not valid, or where an iterator ends
-            continue
-        finally:
-            states.append(read_state(_code_of(model), model))
-    for path, _ in _changed(*states[-2:]):
+
+def check_settled(model: nn.Module, before: State, after: State, readings: Mapping[str, str]) -> None:
+    """Raise StateError if one of some states differs before and after a call with inputs that the model had just before."""
+    for path, _ in _changed(before, after):
         if path in readings:
             raise StateError(
                 f"the forward of {type(model).__name__} changes {path} at every call and reads it ({readings[path]}); layers are "
@@ -158,35 +153,31 @@ def _called(roots: Mapping[str, object], model: nn.Module) -> _Functions:
     functions = [x for x in reached if isinstance(x, FunctionType)]
     holders = (x for x in reached if not isinstance(x, (type, FunctionType, *_IN_CLASSES)))
     held = {id(x) for x in (*roots.values(), *(y for x in holders for _, y in _parts("", x)))}
-    named = {x for function in functions for x in (*names_in(function.__code__), *_texts_in(function))}
-    named.add("forward")
+    named = {"forward"}  # and what code names, also in texts, which `getattr` may be given
+    for function in functions:
+        named |= names_in(function.__code__) | {x for x in function.__code__.co_consts if isinstance(x, str)}
     names = {id(x): {x.__name__} for x in functions}
     for kind in (x for x in reached if isinstance(x, type)):
         for path, x in _parts("", kind):
             wrapped = [y for _, y in _parts(path, x)] if isinstance(x, _IN_CLASSES) else [x]
-            for function in wrapped:
-                names.get(id(function), set()).add(path.rpartition(".")[2])
+            for y in wrapped:
+                names.get(id(y), set()).add(path.rpartition(".")[2])
+
+    def is_no_method(function: FunctionType) -> bool:
+        owner = function.__qualname__.rpartition(".")[0]
+        return not owner or owner.endswith("<locals>")
+
     while True:
         called = [
             (x, names[id(x)])
             for x in functions
             if not names[id(x)] <= NOT_OF_A_FORWARD
-            and (id(x) in held or _is_no_method(x) or names[id(x)] & named or x.__name__.startswith("__"))
+            and (id(x) in held or is_no_method(x) or names[id(x)] & named or x.__name__.startswith("__"))
         ]
         inner = {id(y) for x, _ in called for _, y in _of_function(x)}  # such as what a decorator was given
         if inner <= held:
             return called
         held |= inner
-
-
-def _texts_in(function: FunctionType) -> Iterator[str]:
-    """The constant texts in a function's own code, which `getattr` may be given."""
-    return (x for x in function.__code__.co_consts if isinstance(x, str))
-
-
-def _is_no_method(function: FunctionType) -> bool:
-    owner = function.__qualname__.rpartition(".")[0]
-    return not owner or owner.endswith("<locals>")
 
 
 def _line_of_reading(functions: _Functions, path: str, *, is_written: bool) -> str | None:
@@ -320,7 +311,8 @@ def read_state(roots: Mapping[str, object], model: nn.Module) -> State:
         elif isinstance(value, (dict, *_CONTAINERS)):
             found.setdefault(path, (value, len(value)))
         elif isinstance(value, Iterator) and not hasattr(value, "__dict__") and path[-1:] != "]":
-            found.setdefault(path, (value, object()))  # one of Python itself, which does not show its place
+            # iterators of Python itself do not show their place, but for counters, as of ids in a library
+            found.setdefault(path, (value, repr(value) if isinstance(value, count) else object()))
     return found
 
 
@@ -383,16 +375,12 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, object]]:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             yield from ((f"{path}.{name}".lstrip("."), x) for name, x in list(attributes.items()))
-        for kind in type(value).__mro__:
-            for name in _slots_of(kind):
-                if hasattr(value, name):
+        for kind in filter(lambda x: _is_followed(x.__module__), type(value).__mro__):
+            slots = vars(kind).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if not name.startswith("__") and hasattr(value, name):
                     yield f"{path}.{name}".lstrip("."), getattr(value, name)
         yield path or type(value).__name__, type(value)
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ()) if _is_followed(kind.__module__) else ()
-    return (slots,) if isinstance(slots, str) else tuple(x for x in slots if not x.startswith("__"))
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, object]]:

@@ -152,9 +152,7 @@ class SequentialChain(Chain):
         """Layers [first, end) as a module whose parameters keep their names in the sequence."""
         forms = self._forms[first], self._forms[end]
         calls = self._calls[first:end]
-        last = next(
-            (x for x in calls if x.writes or not x.returns_input), None
-        )  # that may write into the stage's input
+        last = next((x for x in calls if x.writes or not x.returns_input), None)  # that may write into the input
         layers = _Slice(self._children[first:end], forms, copies_input=last is not None and last.writes)
         layers.first, layers.at_layer, layers.sends = first, at_layer, sends
         return layers
@@ -236,10 +234,8 @@ class SequentialChain(Chain):
             found = f"inputs by name ({', '.join(kwargs)})" if kwargs else f"{len(args)} inputs"
             raise ModelError(f"an nn.Sequential or a list of modules takes one input; the model file gives {found}")
         tensors = flat_tensors(args[0], what="the inputs")
-        different = pytree.tree_map_only(
-            Tensor, Tensor.detach, args[0]
-        )  # as each is split into micro-batches separately
-        form, _ = Form.of(different, what="the inputs")
+        # As each is split into micro-batches separately, they are different tensors.
+        form, _ = Form.of(pytree.tree_map_only(Tensor, Tensor.detach, args[0]), what="the inputs")
         forms, specs, calls = [form], [TensorSpec.of_all(tensors)], []
         mode = fake_mode_of(self.model)
         known: dict[Hashable, Call] = {}

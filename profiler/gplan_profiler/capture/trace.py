@@ -45,7 +45,6 @@ from gplan_profiler.model.error_location import OWN_GRADIENTS, author_line, firs
 from gplan_profiler.torch_compat import (
     OpOverload,
     gradient_calls_replaced,
-    module_call,
     module_calls_replaced,
     module_moves_replaced,
     nested_traces_allowed,
@@ -145,9 +144,8 @@ class _ModelRun:
     @contextmanager
     def recorded(self, around: Sequence[AbstractContextManager[object]]) -> Iterator[None]:
         """Inside, an export is recorded; the forward runs inside `around`. The model is restored at the end."""
-        plain: Callable[..., Any] = module_call()
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module.__dict__ is not self.model.__dict__ or self._is_running:
                 return plain(module, *args, **kwargs)
             before, attributes = _weights(self.model), attributes_of(self.model)
@@ -330,9 +328,8 @@ def _untraceable(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return ModelError(f"{type(model).__name__} cannot be captured: {OWN_GRADIENTS}")
     reason = first_line(error) or type(error).__name__
     text = str(error).lower()
-    if type(error) in _PLAIN and not any(
-        word in text for word in _OF_TRACING
-    ):  # fails on these inputs without export too
+    is_of_tracing = any(word in text for word in _OF_TRACING)
+    if type(error) in _PLAIN and not is_of_tracing:  # fails on these inputs without export too
         return UntraceableError(f"{type(model).__name__} fails: {where or 'in the model'}: {reason}")
     return UntraceableError(
         f"{type(model).__name__} cannot be captured by torch.export: {where or 'in the model'}: {reason}. "

@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import prod
 from typing import Any, TypeAlias
 
@@ -38,11 +38,18 @@ from gplan_profiler.capture.module_attributes import (
     attributes_restored,
 )
 from gplan_profiler.capture.opaque_calls import recorded_calls
-from gplan_profiler.capture.python_state import StateError, changed_state_refused, check_settled, containers_restored
+from gplan_profiler.capture.python_state import (
+    State,
+    StateError,
+    changed_state_refused,
+    check_settled,
+    containers_restored,
+    state_of,
+)
 from gplan_profiler.capture.trace import Trace, UntraceableError, Way, trace
 from gplan_profiler.capture.value_forms import DATA_DEPENDENT
 from gplan_profiler.memory.allocations import tensors_in
-from gplan_profiler.model.error_location import describe, root_cause
+from gplan_profiler.model.error_location import describe, objects_running, root_cause
 from gplan_profiler.model.lazy_build import fake_mode_of, random_state_kept, seed_everything
 from gplan_profiler.model.random_draws import DrawsByShape, host_random_state, line_of_first_draw
 from gplan_profiler.torch_compat import pytree
@@ -51,7 +58,6 @@ _MOST_EPSILONS = 1000  # of the dtype, by which results of two orders of the sam
 _LARGEST_TOLERANCE = 0.05
 _SMALLEST_SCALE = 1e-3  # of the largest gradient: one that is zero up to rounding has no scale of its own
 _GRADIENT = "the gradient of "
-_NUM_CALLS = 2  # after the first, to find what a model keeps from call to call
 _MOST_COMPARED = 2**16  # numbers of a tensor, evenly spaced; of larger ones also the norm
 
 Draws: TypeAlias = Callable[[], AbstractContextManager[object]]
@@ -162,11 +168,13 @@ def _with_modules_called(
 ) -> Iterator[_Attempt]:
     """Attempts in which one more class of modules is called as it is, as long as one on these paths is at fault."""
     classes, (args, kwargs) = list[type](), call_arguments(inputs)
+    owners = {id(x.__dict__): x for path, x in model.named_modules() if path in paths}
     while error is not None:
-        at_fault = _class_at_fault(model, error, paths)
-        if at_fault is None or at_fault in classes:
+        running = [owners.get(id(x.__dict__)) for x in objects_running(root_cause(error)) if isinstance(x, nn.Module)]
+        found = [x for x in running if x is not None and not type(x).__module__.startswith("torch.")]
+        if not found or found[-1] is model or type(found[-1]) in classes:  # the innermost is at fault
             return
-        classes.append(at_fault)
+        classes.append(type(found[-1]))
         try:
             with model_state_restored(model), attributes_restored(model):
                 recorded = recorded_calls(model, lambda: model(*args, **kwargs), classes)
@@ -175,19 +183,6 @@ def _with_modules_called(
         attempt = _Attempt(Way(recorded=recorded, follows_batch=follows_batch))
         yield attempt
         error = attempt.error
-
-
-def _class_at_fault(model: nn.Module, error: BaseException, paths: Container[str]) -> type | None:
-    """The class of the innermost module on the stack of an error; None for the model, torch's own and other paths."""
-    owners = {id(x.__dict__): x for path, x in model.named_modules() if path in paths}
-    frame, found = root_cause(error).__traceback__, None
-    while frame is not None:
-        module = frame.tb_frame.f_locals.get("self")
-        inner = owners.get(id(module.__dict__)) if isinstance(module, nn.Module) else None
-        if inner is not None and not type(inner).__module__.startswith("torch."):
-            found = inner
-        frame = frame.tb_next
-    return None if found is None or found is model else type(found)
 
 
 class _PlainModel:
@@ -256,30 +251,33 @@ class _PlainModel:
 def check_calls(model: nn.Module, inputs: object, readings: Mapping[str, str], *, compared: bool) -> None:
     """Raise StateError for a model whose calls depend on earlier ones: by `readings` (see python_state.py), or, if
     `compared`, by several outputs for the same inputs, seeds, buffers and other tensors of its modules.
+
+    The calls alternate between the inputs and others; for `readings` the last two have the same.
     """
     mode = fake_mode_of(model)
-
-    def call(is_other: bool = False) -> Sequence[Excerpt]:
-        args, kwargs = call_arguments((_other if is_other else _copied)(inputs))
-        seed_everything(0)
-        with model_state_restored(model):
-            return [Excerpt.of(x) for x in tensors_in(model(*args, **kwargs))]
-
+    is_compared = compared and mode is None
+    if not (readings or is_compared):
+        return
+    before, outputs, states = attributes_of(model), list[Sequence[Excerpt]](), list[State]()
     with random_state_kept(), attributes_restored(model), torch.no_grad(), mode or nullcontext():
-        check_settled(model, call, readings)
-    if not compared or mode is not None:
-        return
-    before = attributes_of(model)
-    try:
-        with random_state_kept(), attributes_restored(model), torch.no_grad():
-            expected, is_same = call(), True
-            for _ in range(_NUM_CALLS):
-                call(is_other=True)
-                is_same &= _all_equal(expected, call())
-            kept = sorted({x.name for x in assigned_since(before)})
-    except Exception:  # what fails is reported where the model is run for its own sake
-        return
-    if not is_same:
+        for is_other in (False, *(True, False) * (2 if is_compared else 1), *[False] * bool(readings)):
+            args, kwargs = call_arguments((_other if is_other else _copied)(inputs))
+            seed_everything(0)
+            try:
+                with model_state_restored(model):
+                    made = [Excerpt.of(x) for x in tensors_in(model(*args, **kwargs))]
+                outputs += [] if is_other else [made]
+            except (
+                Exception
+            ):  # of inputs that are not valid, or where an iterator ends; else reported where the model is run
+                is_compared = False
+            if readings:
+                states.append(state_of(model))
+        kept = sorted({x.name for x in assigned_since(before)})
+    if readings:
+        check_settled(model, states[-2], states[-1], readings)
+    pairs = [zip_longest(outputs[0], x) for x in outputs[1:]] if is_compared else []
+    if any(x is None or y is None or not x.equals(y, least=0.0, epsilon=0.0) for both in pairs for x, y in both):
         names = f" (its forward sets {some_names(kept)})" if kept else ""
         raise StateError(
             f"{type(model).__name__} gives another output when it is called again with the same inputs and seed: it keeps values "
@@ -348,11 +346,6 @@ Results: TypeAlias = Mapping[str, Excerpt | None]
 def _copied(inputs: object) -> Any:
     """The inputs in memory of their own, as a forward may write into them."""
     return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), inputs)
-
-
-def _all_equal(expected: Sequence[Excerpt], found: Sequence[Excerpt]) -> bool:
-    pairs = zip(expected, found, strict=False)
-    return len(found) == len(expected) and all(x.equals(y, least=0.0, epsilon=0.0) for x, y in pairs)
 
 
 def _other(inputs: object) -> Any:

@@ -124,9 +124,9 @@ def strip_gloo_advice(text: str) -> str:
 
 def find_cause(reports: Sequence[RankReport]) -> Cause:
     """The root cause of a job's failure. At least one rank has failed; the reports are in the order of failure."""
-    failed = [(priority, x) for x in reports if (priority := _priority(x)) is not None]
-    priority, report = min(failed, key=lambda pair: pair[0])
-    return Cause(error=_error_of(report, priority), is_certain=priority <= Priority.STOPPED)
+    failures = [x for x in map(_failure, reports) if x is not None]
+    priority, error = min(failures, key=lambda pair: pair[0])
+    return Cause(error=error, is_certain=priority <= Priority.STOPPED)
 
 
 def hang_error(reports: Sequence[RankReport], *, silence_s: float) -> RunError:
@@ -141,38 +141,31 @@ def hang_error(reports: Sequence[RankReport], *, silence_s: float) -> RunError:
     return RunError(f"{found}: the run hangs, every rank waits for another: {waiting}")
 
 
-def _priority(report: RankReport) -> Priority | None:
-    """How likely the rank's failure is the root cause; None for a rank that has not failed."""
+def _failure(report: RankReport) -> tuple[Priority, GplanError] | None:
+    """How likely the rank's failure is the root cause, and its error; None for a rank that has not failed."""
+    rank, place, code = report.rank, report.place, report.code
     if report.error is not None:
-        return Priority.COMMUNICATION if is_lost_connection(report.error.message) else Priority.ERROR
-    if report.stopped_by is not None:
-        return Priority.STOPPED
-    if report.code is None:
-        return None
-    if report.code == 0:
-        return Priority.ENDED_EARLY
-    if is_lost_connection("\n".join(report.last_lines)):
-        return Priority.COMMUNICATION  # such as NCCL's watchdog, which ends its own process by SIGABRT
-    return Priority.SIGNAL if report.code < 0 else Priority.NO_MESSAGE
-
-
-def _error_of(report: RankReport, priority: Priority) -> GplanError:
-    rank, place = report.rank, report.place
-    if report.error is not None:
-        no_cause = "; no rank reported a cause" if priority is Priority.COMMUNICATION else ""
+        is_lost = is_lost_connection(report.error.message)
+        no_cause = "; no rank reported a cause" if is_lost else ""
         prefix = "" if _NAMES_A_RANK.search(report.error.message) else f"rank {rank}: "
         kind: type[GplanError] = getattr(errors, report.error.name, RunError)
-        return kind(f"{prefix}{report.error.message}{no_cause}")
-    if priority is Priority.STOPPED:
-        assert report.stopped_by is not None
-        return RunError(f"rank {rank} was stopped by {report.stopped_by.name}{place}; the other ranks were ended")
-    if priority is Priority.ENDED_EARLY:
-        return RunError(f"rank {rank} ended{place}, without an error but before the others; does its code call exit?")
-    code = report.code or 0
+        error = kind(f"{prefix}{report.error.message}{no_cause}")
+        return Priority.COMMUNICATION if is_lost else Priority.ERROR, error
+    if report.stopped_by is not None:
+        text = f"rank {rank} was stopped by {report.stopped_by.name}{place}; the other ranks were ended"
+        return Priority.STOPPED, RunError(text)
+    if code is None:
+        return None
+    if code == 0:
+        text = f"rank {rank} ended{place}, without an error but before the others; does its code call exit?"
+        return Priority.ENDED_EARLY, RunError(text)
+    priority = Priority.SIGNAL if code < 0 else Priority.NO_MESSAGE
+    if is_lost_connection("\n".join(report.last_lines)):
+        priority = Priority.COMMUNICATION  # such as NCCL's watchdog, which ends its own process by SIGABRT
     how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
     hint = " (as the system does when memory runs out)" if code == -signal.SIGKILL else ""
     line = author_line_of_dump(report.last_lines)  # the user's, in a stack that Python printed
     quoted = "" if line is None else f"; it was at {line}"
     if line is None and report.last_lines and -code not in _SENT_FROM_OUTSIDE:
         quoted = "; its last output:\n" + "\n".join(report.last_lines[-_NUM_QUOTED:])
-    return RunError(f"rank {rank} {how}{hint}{place}; the other ranks were ended{quoted}")
+    return priority, RunError(f"rank {rank} {how}{hint}{place}; the other ranks were ended{quoted}")

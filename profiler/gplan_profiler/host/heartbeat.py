@@ -30,9 +30,7 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _AWAITED: tuple[Awaited, ...] = get_args(Awaited)
 _NONE = -1
 
-# Fields: step, kind, stage, micro-batch, layer, awaited, time. An update writes all fields from its first one to the end.
-_RECORD, _FROM_KIND, _FROM_LAYER, _FROM_AWAITED = (struct.Struct(f"<{n}qd") for n in (6, 5, 2, 1))
-_KIND_AT, _LAYER_AT, _AWAITED_AT = 8, 32, 40
+_RECORD = struct.Struct("<6qd")  # step, kind, stage, micro-batch, layer, awaited, time
 
 _PLACES = {
     "starting": "while starting",
@@ -97,37 +95,37 @@ class Heartbeat:
         Raises OSError if the file cannot be written.
         """
         self._stage = _NONE if stage is None else stage
+        self._fields: tuple[int, ...] = ()  # all but the time
         self._notes: bytearray | mmap.mmap = bytearray(_RECORD.size)
         if path is not None:
             with path.open("wb+") as file:
                 file.write(self._notes)
                 file.flush()  # so that a full disk raises here
                 self._notes = mmap.mmap(file.fileno(), _RECORD.size)
-        self._note("starting", _NONE)
+        self._write(_NONE, _KIND_NUMBERS["starting"], self._stage)
 
     def enter_step(self, step: int) -> None:
         """A step begins with reading its batch."""
-        self._note("reading", step)
+        self._write(step, _KIND_NUMBERS["reading"], self._stage)
 
     def enter_action(self, kind: ActionKind | Activity, stage: int = _NONE, microbatch: int = _NONE) -> None:
         """An action of the schedule or another activity begins."""
-        fields = (_KIND_NUMBERS[kind], stage if stage != _NONE else self._stage, microbatch)
-        _FROM_KIND.pack_into(self._notes, _KIND_AT, *fields, _NONE, _NONE, time.monotonic())
+        self._write(self._fields[0], _KIND_NUMBERS[kind], stage if stage != _NONE else self._stage, microbatch)
 
     def enter_layer(self, layer: int) -> None:
         """A layer begins; `layer` is its index in the plan's order."""
-        _FROM_LAYER.pack_into(self._notes, _LAYER_AT, layer, _NONE, time.monotonic())
+        self._write(*self._fields[:4], layer)
 
     def enter_wait(self, awaited: Awaited) -> None:
         """A wait for other ranks begins and lasts until the next update."""
-        _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, _AWAITED.index(awaited), time.monotonic())
+        self._write(*self._fields[:5], _AWAITED.index(awaited))
 
     @contextmanager
     def waiting(self, awaited: Awaited) -> Iterator[None]:
         """The block waits for other ranks. After an error the position stays."""
         self.enter_wait(awaited)
         yield
-        _FROM_AWAITED.pack_into(self._notes, _AWAITED_AT, _NONE, time.monotonic())
+        self._write(*self._fields[:5])
 
     def read(self, layer_names: Sequence[str]) -> HeartbeatStatus:
         """Return this process's position."""
@@ -135,9 +133,10 @@ class Heartbeat:
         assert found is not None
         return found
 
-    def _note(self, kind: Activity, step: int) -> None:
-        fields = (step, _KIND_NUMBERS[kind], self._stage)
-        _RECORD.pack_into(self._notes, 0, *fields, _NONE, _NONE, _NONE, time.monotonic())
+    def _write(self, *fields: int) -> None:
+        """Write the first fields; the others have no value now."""
+        self._fields = (*fields, _NONE, _NONE, _NONE)[:6]
+        _RECORD.pack_into(self._notes, 0, *self._fields, time.monotonic())
 
 
 def read_heartbeat(path: Path, layer_names: Sequence[str]) -> HeartbeatStatus | None:

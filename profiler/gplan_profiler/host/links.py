@@ -187,19 +187,16 @@ class GroupTimer:
             if self.rank == 0:
                 time.sleep(_PAUSE_S)
             before = thread_times()
-            taken_s.append(self._timed(action))
+            once, start_s = Samples(), time.perf_counter()
+            self._clock.time(once, action)
+            wall_s = time.perf_counter() - start_s
+            self._clock.flush()
+            taken_s.append(once.clean_s[0] if once.clean_s else wall_s)  # waiting for the other rank belongs to it
             waited_s.append(waited_for_others_s(before, thread_times()))
         most_s = torch.tensor(waited_s, dtype=torch.float64, device=self.device)
         self.group.allreduce([most_s], dist.ReduceOp.MAX).wait()
         for seconds, longest_s in zip(taken_s, most_s.tolist(), strict=True):
             samples.add(seconds, seconds - longest_s, waits=True)
-
-    def _timed(self, action: Callable[[], object]) -> float:
-        samples, start_s = Samples(), time.perf_counter()
-        self._clock.time(samples, action)
-        wall_s = time.perf_counter() - start_s
-        self._clock.flush()
-        return samples.clean_s[0] if samples.clean_s else wall_s  # waiting for the other rank belongs to it
 
     def _from_rank_0(self, number: float) -> float:
         """The number of rank 0."""

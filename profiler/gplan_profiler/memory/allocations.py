@@ -30,14 +30,19 @@ from gplan.core.errors import ModelError
 from gplan_profiler.torch_compat import EventType, RecordFunctionFast, TorchDispatchMode, cuda_memory_history, pytree
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor's numbers, of a sparse one without the indices; works for fake and meta tensors too."""
+    return (tensor._values() if tensor.is_sparse else tensor).untyped_storage()
+
+
 def storage_key(tensor: Tensor) -> int:
-    """A key of a tensor's storage, valid while the storage lives; works for fake and meta tensors too."""
-    return int(tensor.untyped_storage()._cdata)
+    """A key of a tensor's storage, valid while the storage lives."""
+    return int(storage_of(tensor)._cdata)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages of some tensors."""
-    return sum({storage_key(x): x.untyped_storage().nbytes() for x in tensors}.values())
+    return sum({storage_key(x): storage_of(x).nbytes() for x in tensors}.values())
 
 
 def gradient_bytes(parameter: nn.Parameter) -> int:
@@ -85,16 +90,11 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         known = {storage_key(x) for x in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
-            if storage_key(tensor) not in known:
-                self._enter(storage_key(tensor), tensor.untyped_storage())
+            key, storage = storage_key(tensor), storage_of(tensor)
+            if key not in known and key not in self._alive and (num_bytes := storage.nbytes()):
+                self._events.append(AllocationEvent(self.now(), key, num_bytes))
+                self._alive[key] = weakref.finalize(storage, self._leave, key, num_bytes)
         return result
-
-    def _enter(self, key: int, storage: torch.UntypedStorage) -> None:
-        num_bytes = storage.nbytes()
-        if key in self._alive or not num_bytes:
-            return
-        self._events.append(AllocationEvent(self.now(), key, num_bytes))
-        self._alive[key] = weakref.finalize(storage, self._leave, key, num_bytes)
 
     def _leave(self, key: int, num_bytes: int) -> None:
         self._alive.pop(key, None)  # absent if an interrupt came before it was added
@@ -252,7 +252,7 @@ def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
     if device == "cpu":
         activities = [torch.profiler.ProfilerActivity.CPU]
         with (
-            _without_warning("Memory block of unknown size"),  # blocks from before the trace are expected
+            _without_warning(),
             torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile,
         ):
             yield trace
@@ -269,8 +269,8 @@ def traced_allocations(device: str = "cpu") -> Iterator[AllocationTrace]:
 
 
 @contextmanager
-def _without_warning(words: str) -> Iterator[None]:
-    """Suppress lines with these words on standard error, of native code too; other lines are printed afterwards."""
+def _without_warning() -> Iterator[None]:
+    """Suppress warnings of blocks from before the trace, of native code; other lines on standard error come afterwards."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as output:
@@ -283,7 +283,7 @@ def _without_warning(words: str) -> Iterator[None]:
             os.close(kept)
             output.seek(0)
             for line in output.readlines():
-                if words.encode() not in line:
+                if b"Memory block of unknown size" not in line:
                     os.write(2, line)
 
 

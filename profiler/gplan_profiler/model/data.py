@@ -16,7 +16,7 @@ from gplan.core.errors import ModelError, UsageError
 from gplan_profiler.capture.chain import flat_tensors, modules_that_train
 from gplan_profiler.capture.python_state import changed_state_refused
 from gplan_profiler.memory.allocations import tensors_in
-from gplan_profiler.model.error_location import describe, own_gradients_text
+from gplan_profiler.model.error_location import describe, objects_running, own_gradients_text
 from gplan_profiler.model.load import ModelFile
 from gplan_profiler.model.random_draws import is_random, line_of_first_draw
 from gplan_profiler.torch_compat import TorchDispatchMode, pytree
@@ -119,7 +119,8 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
                     "assumed to be a mean"
                 )
                 return LossFacts(reduction="mean", notes=(note,))
-            found = found or _reduction(whole, parts, batch_size, tolerance=loss_tolerance(loss))
+            fitting = fitting_reductions(whole, parts, batch_size, tolerance=loss_tolerance(loss))
+            found = found or next(iter(fitting), None)
             if found is None:
                 raise _not_reducible(file, inputs, target, whole, parts)
             if file.loss_reduction is None:
@@ -166,7 +167,8 @@ def find_reduction_of_outputs(file: ModelFile, output: Any, target: Any, batch_s
     with torch.no_grad():
         loss = file.loss(output, target)
         parts = [float(file.loss(x, y)) for x, y in _two_parts(output, target, batch_size)]
-    return _reduction(float(loss), parts, batch_size, tolerance=loss_tolerance(loss)) or "mean"
+    fitting = fitting_reductions(float(loss), parts, batch_size, tolerance=loss_tolerance(loss))
+    return next(iter(fitting), "mean")
 
 
 def loss_tolerance(loss: Tensor) -> float:
@@ -177,10 +179,6 @@ def loss_tolerance(loss: Tensor) -> float:
 def fitting_reductions(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> list[LossReduction]:
     """How the losses of the two parts of a batch can combine to that of the batch."""
     return [x for x, y in _combined(parts, batch_size).items() if abs(y - whole) <= tolerance * abs(whole) + 1e-6]
-
-
-def _reduction(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> LossReduction | None:
-    return next(iter(fitting_reductions(whole, parts, batch_size, tolerance=tolerance)), None)
 
 
 def _combined(parts: list[float], batch_size: int) -> dict[LossReduction, float]:
@@ -241,7 +239,9 @@ def call_model(file: ModelFile, inputs: Any) -> Any:
         shapes = ", ".join(
             f"{tuple(x.shape)} {x.dtype}".replace("torch.", "") for x in flat_tensors(inputs, what="inputs")
         )
-        where = failing_module(file.model, error)
+        names = _names(file.model)  # the innermost module that was running, or the model
+        inside = [names[x] for x in objects_running(error) if isinstance(x, nn.Module) and x in names]
+        where = inside[-1] if inside else type(file.model).__name__
         raise ModelError(
             f"the model fails on its inputs, {shapes}; in {where}: {own_gradients_text(error) or describe(error)}"
         ) from error
@@ -273,18 +273,6 @@ def draws_random_numbers(file: ModelFile, inputs: Any) -> str:
         return f"{where} keeps values from call to call or draws random numbers by a generator of its own"
     line = None if where == "the loss" else line_of_first_draw(run)
     return f"{where} draws random numbers" + (f" ({line})" if line else "")
-
-
-def failing_module(model: nn.Module, error: BaseException) -> str:
-    """The innermost module of the model in which an error was raised, or the model's class."""
-    names = _names(model)
-    found, frame = type(model).__name__, error.__traceback__
-    while frame is not None:
-        module = frame.tb_frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and module in names:
-            found = names[module]
-        frame = frame.tb_next
-    return found
 
 
 def _names(model: nn.Module) -> dict[nn.Module, str]:

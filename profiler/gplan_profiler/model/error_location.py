@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import gplan.core.errors
@@ -75,6 +75,14 @@ def own_gradients_text(error: BaseException) -> str | None:
     if inner is None or not any(x.filename.replace("\\", "/").endswith(_OF_GRADIENTS) for x in frames[inner:]):
         return None
     return f"{describe(error)}: {OWN_GRADIENTS}"
+
+
+def objects_running(error: BaseException) -> Iterator[object]:
+    """The `self` of each frame on the stack of an error, from the outermost."""
+    frame = error.__traceback__
+    while frame is not None:
+        yield frame.tb_frame.f_locals.get("self")
+        frame = frame.tb_next
 
 
 def root_cause(error: BaseException) -> BaseException:

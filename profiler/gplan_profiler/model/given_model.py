@@ -72,7 +72,7 @@ class GivenModel:
         """The model with weights where `num_copies` of it fit in memory while it is measured, else a lazy one with a note.
 
         `batch_size` is that of the largest micro-batch to be measured. A real model has the weights that
-        `load_model_file` gives it with the same seed. Raises what `load_model_file` raises, and ModelTooLargeError for a
+        `OpenedFile.load` gives it with the same seed. Raises what that raises, and ModelTooLargeError for a
         model that neither fits nor can be built without weights.
         """
         if not isinstance(self.model, str):
@@ -84,15 +84,15 @@ class GivenModel:
             except ModelError:
                 lazy = None
             if lazy is not None and lazy.is_lazy:
-                memory = headroom(lazy, batch_size=batch_size, device=device, num_copies=num_copies)
+                needed, available = headroom(lazy, batch_size=batch_size, device=device, num_copies=num_copies)
         if lazy is None or not lazy.is_lazy:
             return in_precision(opened.load(seed=self.seed), self.precision)
-        if memory.suffices:
+        if needed <= available:
             with suppress(ModelTooLargeError):
                 real = in_precision(opened.load(seed=self.seed), self.precision)
                 return replace(real, notes=(*real.notes, _BUILDS_LAZILY)) if real.is_lazy else real
         note = (
-            f"measured layer by layer, without the model as a whole: that would take {bytes_text(memory.needed_bytes)}, and "
-            f"{bytes_text(memory.available_bytes)} are free"
+            f"measured layer by layer, without the model as a whole: that would take {bytes_text(needed)}, and "
+            f"{bytes_text(available)} are free"
         )
         return replace(lazy, notes=(*lazy.notes, note))

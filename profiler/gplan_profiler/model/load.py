@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from gplan.core import LossReduction, ModelId, Precision
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.units import counted
-from gplan_profiler.capture.chain import Chain, autocast, call_arguments, modules_that_train
+from gplan_profiler.capture.chain import Chain, autocast, call_arguments, model_state_restored
 from gplan_profiler.capture.sequence import as_sequential
 from gplan_profiler.model.compiled import compiled_once, uncompiled, unwrapped
 from gplan_profiler.model.error_location import describe, is_out_of_memory, own_gradients_text
@@ -260,9 +260,10 @@ class OpenedFile:
     loss_reduction: LossReduction | None
 
     @uncompiled()
-    def load(self, *, seed: int, lazy: bool = False) -> ModelFile:
-        """Build the model with weights drawn from `seed`; if `lazy`, without weights. The random state stays as it is.
+    def load(self, *, seed: int = 0, lazy: bool = False) -> ModelFile:
+        """Build the model with weights drawn from `seed`. The random state stays as it is.
 
+        If `lazy`, the weights are fake tensors (gplan_profiler/model/lazy_build.py) without memory.
         Seeded are the generators of torch, Python's `random` and numpy (and so scipy's).
         Raises ModelError for a model that cannot be built, ModelTooLargeError if there is not enough memory.
         """
@@ -274,20 +275,14 @@ class OpenedFile:
                 return model, inputs if self.input_shapes is None else parse_input_shapes(self.input_shapes)
 
         model, inputs = build_without_weights(build, what=self.name) if lazy else build()
-        model, compiled = unwrapped(model)
-        _check_can_be_used(model, self.name)
-        lost = to_fake_tensors(model)
-        file = ModelFile(
+        return _built_file(
+            model,
             name=self.name,
-            model=model,
             settings=tuple(sorted((key, str(value)) for key, value in self.settings.items())),
             functions=self.functions,
             fixed_inputs=materialise_inputs(inputs),
             loss_reduction=self.loss_reduction,
-            notes=(*lost_values_note(lost), *compiled),
-            lost=lost,
         )
-        return _with_own_loss(file)
 
 
 def open_model_file(
@@ -319,22 +314,6 @@ def open_model_file(
     )
 
 
-def load_model_file(
-    reference: str,
-    *,
-    settings: Mapping[str, SettingValue] | None = None,
-    input_shapes: str | None = None,
-    seed: int = 0,
-    lazy: bool = False,
-) -> ModelFile:
-    """Load `reference` and build its model with `settings`, weights drawn from `seed`.
-
-    If `lazy`, the weights are fake tensors (gplan_profiler/model/lazy_build.py) without memory. Raises ModelError for a file
-    that cannot be imported or built or has no model, UsageError for unknown settings.
-    """
-    return open_model_file(reference, settings=settings, input_shapes=input_shapes).load(seed=seed, lazy=lazy)
-
-
 @uncompiled()
 def model_in_memory(
     model: nn.Module,
@@ -349,27 +328,26 @@ def model_in_memory(
 
     A model on the meta device becomes lazy.
     """
-    model, compiled = unwrapped(model)
-    _check_can_be_used(model, type(model).__name__)
-    lost = to_fake_tensors(model)
+    name = type(unwrapped(model)[0]).__name__
     given = {"loss": loss, "optimizer": optimizer, "batches": batches}
     given["example_inputs"] = inputs if callable(inputs) else None
-    file = ModelFile(
-        name=type(model).__name__,
-        model=model,
+    return _built_file(
+        model,
+        name=name,
         settings=(),
-        functions={name: function for name, function in given.items() if function is not None},
+        functions={key: function for key, function in given.items() if function is not None},
         fixed_inputs=None if callable(inputs) else inputs,
         in_memory=True,
-        loss_reduction=_checked_reduction(loss_reduction, type(model).__name__),
-        notes=(*lost_values_note(lost), *compiled),
-        lost=lost,
+        loss_reduction=_checked_reduction(loss_reduction, name),
     )
-    return _with_own_loss(file)
 
 
-def _with_own_loss(file: ModelFile) -> ModelFile:
-    """The file; if it defines batches and no loss, with the loss that the model returns."""
+def _built_file(model: nn.Module, *, name: str, **fields: Any) -> ModelFile:
+    """The file of a model that was built; if it defines batches and no loss, with the loss that the model returns."""
+    model, compiled = unwrapped(model)
+    _check_can_be_used(model, name)
+    lost = to_fake_tensors(model)
+    file = ModelFile(name=name, model=model, notes=(*lost_values_note(lost), *compiled), lost=lost, **fields)
     if file.has("loss") or not file.has("batches"):
         return file
     notes, own = file.notes, {**file.functions, "loss": loss_of_output}
@@ -387,16 +365,12 @@ def _with_own_loss(file: ModelFile) -> ModelFile:
 
 def _output_without_training(file: ModelFile, inputs: Any) -> Any:
     """The model's output in evaluation mode; of a model without weights, fake tensors."""
-    training, mode = modules_that_train(file.model), fake_mode_of(file.model)
+    mode = fake_mode_of(file.model)
     if mode is not None:
         inputs = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
-    file.model.eval()
-    try:
-        with torch.no_grad(), mode or nullcontext():
-            return file.forward(inputs)
-    finally:
-        for module, trains in training.items():
-            module.training = trains
+    with model_state_restored(file.model), torch.no_grad(), mode or nullcontext():
+        file.model.eval()
+        return file.forward(inputs)
 
 
 def loss_of_output(output: Any, _target: object = None) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gplan_profiler.capture.chain import Tensors, TensorSpec
+from gplan_profiler.memory.allocations import gradient_bytes
 from gplan_profiler.torch_compat import FakeTensor, FakeTensorMode, reparametrize_module
 
 _DEVIATION = 0.02  # common for transformers
@@ -108,14 +109,14 @@ def _attributes_of_torch() -> frozenset[str]:
     return frozenset({"_fsdp_orig_uid", *vars(nn.Parameter(FakeTensorMode().from_tensor(torch.empty(1))))})
 
 
-def attributes_key(parameter: Tensor) -> str:
-    """The attributes of a parameter as text, equal for parameters that the author marked alike."""
-    return str(
-        [
-            (x, y if isinstance(y, bool | int | float | str | None) else type(y))
-            for x, y in sorted(attributes(parameter).items())
-        ]
-    )
+def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters by what an update of them takes: shape, dtypes, and the attributes that their author gave them."""
+    found = dict[object, list[nn.Parameter]]()
+    for x in parameters:
+        marks = sorted(attributes(x).items())
+        plain = str([(name, y if isinstance(y, bool | int | float | str | None) else type(y)) for name, y in marks])
+        found.setdefault((x.shape, x.dtype, gradient_bytes(x), plain), []).append(x)
+    return list(found.values())
 
 
 @contextmanager

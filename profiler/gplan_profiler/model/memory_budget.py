@@ -11,7 +11,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -97,21 +96,8 @@ _OPTIMIZER_COPIES = 5  # of each: the parameter, its gradient, two moments, and 
 _RESERVE = 1.15
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headroom:
-    """The memory needed to measure a model in one piece, and the memory available."""
-
-    needed_bytes: int
-    available_bytes: int
-
-    @property
-    def suffices(self) -> bool:
-        """Whether the model fits."""
-        return self.needed_bytes <= self.available_bytes
-
-
-def headroom(file: ModelFile, *, batch_size: int, device: str = "cpu", num_copies: int = 1) -> Headroom:
-    """The memory to measure a lazy file's model in one piece; it must fit on the device and on the host.
+def headroom(file: ModelFile, *, batch_size: int, device: str = "cpu", num_copies: int = 1) -> tuple[int, int]:
+    """The bytes that are needed to measure a lazy file's model in one piece, and those available on device and host.
 
     `num_copies` is the number of processes that measure at once, each with its own weights.
     """
@@ -120,7 +106,7 @@ def headroom(file: ModelFile, *, batch_size: int, device: str = "cpu", num_copie
     trained = sum(map(gradient_bytes, file.model.parameters()))
     least = weights + trained + _OPTIMIZER_COPIES * min(trained, MOST_COPIED_BYTES)
     most = max(least, weights + trained + saved_bytes(file, batch_size)) if least <= available else least
-    return Headroom(needed_bytes=int(_RESERVE * num_copies * most), available_bytes=available)
+    return int(_RESERVE * num_copies * most), available
 
 
 def weight_bytes(file: ModelFile) -> int:

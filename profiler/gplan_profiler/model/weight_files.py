@@ -44,13 +44,6 @@ class _Location:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    @property
-    def num_elements(self) -> int:
-        """The number of elements from the tensor's first to its last, including those in between of other tensors."""
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-
 
 def read_weights(path: Path, names: Collection[str], *, what: str) -> dict[str, Tensor]:
     """The named tensors of a checkpoint file or folder, on the CPU in new memory; `what` is the model's name in errors.
@@ -154,19 +147,15 @@ def _locations_in_torch_file(file: Path) -> dict[str, _Location]:
     tensors = {name: x for name, x in saved.items() if isinstance(x, Tensor)} if isinstance(saved, dict) else {}
     if not tensors:
         raise FileError(f"{file} has a {type(saved).__name__} without weights by name; {_SAVE_AGAIN}")
-    return {name: _location_of(tensor) for name, tensor in tensors.items()}
-
-
-def _location_of(tensor: Tensor) -> _Location:
-    """The location that torch.load stores in a tensor on the meta device."""
-    storage_bytes = tensor.untyped_storage()._checkpoint_offset
-    assert storage_bytes is not None, "torch.load notes offsets for every zip file"
-    return _Location(
-        offset_bytes=storage_bytes + int(tensor.storage_offset()) * tensor.itemsize,
-        dtype=tensor.dtype,
-        shape=tuple(tensor.shape),
-        strides=tensor.stride(),
-    )
+    return {
+        name: _Location(  # torch.load notes offsets for every zip file
+            offset_bytes=x.untyped_storage()._checkpoint_offset + int(x.storage_offset()) * x.itemsize,  # type: ignore[operator]
+            dtype=x.dtype,
+            shape=tuple(x.shape),
+            strides=x.stride(),
+        )
+        for name, x in tensors.items()
+    }
 
 
 def _read(stream: BinaryIO, location: _Location | None, what: str) -> Tensor:
@@ -174,7 +163,9 @@ def _read(stream: BinaryIO, location: _Location | None, what: str) -> Tensor:
         raise FileError(f"there is no {what}, which its index lists; the checkpoint is damaged")
     if location.dtype is None:
         raise FileError(f"{what} has an unsupported dtype; expected one of {', '.join(_DTYPES)}")
-    elements = torch.empty(location.num_elements, dtype=location.dtype)
+    ends = [(size - 1) * stride for size, stride in zip(location.shape, location.strides, strict=True)]
+    num_elements = 0 if 0 in location.shape else 1 + sum(ends)  # with those in between of other tensors
+    elements = torch.empty(num_elements, dtype=location.dtype)
     if elements.nbytes:
         stream.seek(location.offset_bytes)
         num_read = stream.readinto(memoryview(elements.view(torch.uint8).numpy()))  # type: ignore[arg-type, attr-defined]

@@ -45,7 +45,6 @@ _WHOLE_AT_MOST = 4  # the whole model is run only where it has at most so many t
 class Bench:
     """Layers in a row; the samples of layers with the same key are pooled."""
 
-    name: str
     names: tuple[str, ...]
     keys: tuple[str, ...]
     layers: tuple[nn.Module, ...]
@@ -89,6 +88,15 @@ def backward(
         if roots:
             run(place, roots, gradients)
         leaves = inputs
+
+
+def run_passes(bench: Bench, run: Callable[[int, str, Callable[[], Any]], Any]) -> None:
+    """All layers forward, the loss, all layers backward, each by `run(place, direction, work)`; the loss has place L."""
+    passed, leaves = bench.forward(lambda place, x: run(place, "forward", partial(bench.layers[place], *x)))
+    loss: Tensor = run(len(bench.layers), "forward", partial(bench.loss, leaves))
+    if loss.requires_grad:
+        run(len(bench.layers), "backward", loss.backward)
+        backward(passed, leaves, lambda place, *roots: run(place, "backward", partial(torch.autograd.backward, *roots)))
 
 
 class Composed(nn.Module):
@@ -147,10 +155,6 @@ def bench_of_chain(
 
     checkpoints: list[object] = []
 
-    def loss(outputs: Tensors) -> Tensor:
-        with unreadable(chain.assigned):
-            return _loss(file, chain.model_output(outputs), target)
-
     def whole() -> Tensor:
         if isinstance(chain, SequentialChain):  # its layers are the author's modules, which may checkpoint
             return _loss(file, file.forward(inputs), target)
@@ -160,13 +164,12 @@ def bench_of_chain(
         return loss
 
     return Bench(
-        name="all",
         names=tuple(chain.names[layer] for layer in kept),
         keys=tuple(keys.values()),
         layers=tuple(layers.values()),
         stage=Composed([chain.stage(first, end) for first, end in _segments(kept)]),
         inputs=flat_tensors(inputs, what="the inputs"),
-        loss=loss,
+        loss=_loss_of_chain(file, chain, target),
         whole=whole if len(chain) <= _WHOLE_AT_MOST * len(kept) else None,
         checkpoints=checkpoints,
         specs=tuple(chain.specs(layer) for layer in kept),
@@ -176,31 +179,29 @@ def bench_of_chain(
 
 def bench_of_layer(name: str, key: str, layer: nn.Module, inputs: Tensors) -> Bench:
     """One layer, with the sum of its outputs as the loss."""
-    return Bench(name=key, names=(name,), keys=(key,), layers=(layer,), stage=layer, inputs=inputs, loss=sum_of_outputs)
+    return Bench(names=(name,), keys=(key,), layers=(layer,), stage=layer, inputs=inputs, loss=sum_of_outputs)
 
 
 def bench_of_loss(file: ModelFile, chain: Chain, outputs: Tensors, target: Any) -> Bench:
     """A bench without layers: only the loss of the model's outputs."""
-
-    def loss(tensors: Tensors) -> Tensor:
-        with unreadable(chain.assigned):
-            return _loss(file, chain.model_output(tensors), target)
-
-    return Bench(
-        name="loss",
-        names=(),
-        keys=(),
-        layers=(),
-        stage=Composed([]),
-        inputs=outputs,
-        loss=loss,
-    )
+    loss = _loss_of_chain(file, chain, target)
+    return Bench(names=(), keys=(), layers=(), stage=Composed([]), inputs=outputs, loss=loss)
 
 
 def sum_of_outputs(output: Any) -> Tensor:
     """The loss of a model without one: the sum of all outputs that require a gradient."""
     tensors = [x for x in tensors_in(output) if x.requires_grad]
     return torch.stack([x.sum() for x in tensors]).sum() if tensors else torch.zeros(())
+
+
+def _loss_of_chain(file: ModelFile, chain: Chain, target: Any) -> Callable[[Tensors], Tensor]:
+    """The loss of the outputs of a chain's last layer."""
+
+    def loss(outputs: Tensors) -> Tensor:
+        with unreadable(chain.assigned):
+            return _loss(file, chain.model_output(outputs), target)
+
+    return loss
 
 
 def _loss(file: ModelFile, output: Any, target: Any) -> Tensor:
@@ -229,31 +230,23 @@ def rehearse(bench: Bench) -> tuple[str, ...]:
     """
     not_finite = NotFinite()
 
-    def run(place: int, leaves: Tensors) -> Tensors:
-        name, layer = f"layer {bench.names[place]}", bench.layers[place]
-        versions = {x: (x._version, x.data_ptr()) for x in layer.parameters()}
-        outputs: Tensors = run_naming_errors(name, "forward", partial(layer, *leaves))
-        changed = [key for key, x in layer.named_parameters() if versions[x] != (x._version, x.data_ptr())]
-        if changed:
+    def run(place: int, direction: str, work: Callable[[], Any]) -> Any:
+        is_loss = place == len(bench.names)
+        name = "the loss" if is_loss else f"layer {bench.names[place]}"
+        if direction == "backward":
+            return run_naming_errors(name, direction, work)
+        parameters = {} if is_loss else dict(bench.layers[place].named_parameters())
+        versions = {key: (x._version, x.data_ptr()) for key, x in parameters.items()}
+        made = run_naming_errors(name, direction, work)
+        if changed := [key for key, x in parameters.items() if versions[key] != (x._version, x.data_ptr())]:
             raise ModelError(
                 f"{name} changes its own parameter {changed[0]} in its forward pass; expected parameters to change in the "
                 "optimizer's step only: make it a buffer (register_buffer), or update it outside forward"
             )
-        not_finite.after(place, ((x, x.requires_grad) for x in outputs))
-        return outputs
+        not_finite.after(place, [(made, True)] if is_loss else [(x, x.requires_grad) for x in made])
+        return made
 
-    passed, leaves = bench.forward(run)
-    loss = run_naming_errors("the loss", "forward", partial(bench.loss, leaves))
-    not_finite.after(len(bench.names), [(loss, True)])
-    if loss.requires_grad:
-        run_naming_errors("the loss", "backward", loss.backward)
-        backward(
-            passed,
-            leaves,
-            lambda place, *roots: run_naming_errors(
-                f"layer {bench.names[place]}", "backward", partial(torch.autograd.backward, *roots)
-            ),
-        )
+    run_passes(bench, run)
     if not_finite.first is None:
         return ()
     name = [*bench.names, "(loss)"][not_finite.first]
@@ -264,22 +257,13 @@ def waiting_passes(bench: Bench, clock: Clock) -> set[str]:
     """The passes in which the host waits for the device, such as "0/forward", by the key of the layer."""
     found = set[str]()
 
-    def run(name: str, work: Callable[[], Result]) -> Result:
+    def run(place: int, direction: str, work: Callable[[], Any]) -> Any:
         result, waits = clock.waited(work)
-        if waits:
-            found.add(name)
+        if waits and place < len(bench.keys):
+            found.add(f"{bench.keys[place]}/{direction}")
         return result
 
-    keys = bench.keys
-    passed, leaves = bench.forward(lambda place, x: run(f"{keys[place]}/forward", partial(bench.layers[place], *x)))
-    loss = bench.loss(leaves)
-    if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
-        backward(
-            passed,
-            leaves,
-            lambda place, *roots: run(f"{keys[place]}/backward", partial(torch.autograd.backward, *roots)),
-        )
+    run_passes(bench, run)
     return found
 
 

@@ -32,7 +32,6 @@ T = TypeVar("T")
 _MOST_WAITING = 0.05  # share of a sample that may pass without a core
 _SHORTEST_WAIT_S = 2e-4  # below the resolution of the clocks
 _LEAST_SAMPLES = 5  # for a standard error
-_SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
 _DISTURBED = 2.0  # times the median: a sample that other work interrupted
 _LEAST_CLEAN = 3  # with fewer, refused samples count too
 _SPIN = 2.0  # the device spins for so many times what the host took before; assumed to be enough
@@ -297,12 +296,6 @@ class CudaClock(Clock):
         for seconds, first, last in self._pending:
             seconds.append(first.elapsed_time(last) / 1e3)
         self._pending.clear()
-
-
-def cold_caches(device: str) -> Callable[[], object]:
-    """A function that fills the caches of a core with other data; on a GPU it does nothing."""
-    swept = torch.zeros(_SWEPT_BYTES if device == "cpu" else 0, dtype=torch.uint8)
-    return lambda: swept.add_(1)
 
 
 def is_undisturbed(wall_s: float, busy_s: float) -> bool:

@@ -22,7 +22,7 @@ from gplan.core import Granularity, LayerCost, LossReduction, Timing, WholeModel
 from gplan.core.errors import ModelError
 from gplan.core.host_load import HostLoad, interruption_text
 from gplan.core.progress import Progress, part
-from gplan_profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_halves
+from gplan_profiler.analytic.layer_work import LayerAnalysis, analyse, analyse_split
 from gplan_profiler.analytic.roofline import total_work
 from gplan_profiler.backward.rematerialize import share_run_again
 from gplan_profiler.capture.chain import Chain, Tensors, TensorSpec, flat_tensors, model_state_restored
@@ -31,7 +31,6 @@ from gplan_profiler.host.host_load import load_between, read_load
 from gplan_profiler.memory.allocations import traced_allocations
 from gplan_profiler.memory.chain_profile import SizeCosts
 from gplan_profiler.memory.layer_memory import (
-    HalvesBytes,
     LayerBytes,
     allocate_gradients,
     measure_bytes,
@@ -199,7 +198,7 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
     stages = {layer: chain.stage(layer, layer + 1, sends=setup.device == "cpu") for layer in subject.keys}
     outputs = real_like(chain.specs(len(chain)), seed=0, device=setup.device)
     loss_bench = bench_of_loss(subject.file, chain, outputs, subject.target)
-    analyses = analyse(list(stages.values()), subject.tensors, loss_bench.loss)
+    analyses = analyse_split(list(stages.values()), subject.tensors, loss_bench.loss)
     of_loss, notes = _sampled(loss_bench, subject, setup, part(progress, 0, 1 + len(stages)))
     sampled = {"loss": of_loss}
     for place, (layer, stage) in enumerate(stages.items(), start=1):
@@ -211,12 +210,7 @@ def _measure_alone(subject: _Subject, setup: Setup, progress: Progress) -> Measu
                 sampled[key], more = _sampled(bench, subject, setup, part(progress, place, 1 + len(stages)))
                 notes += more
             stage.zero_grad()
-    try:
-        halves = [x.memory for x in analyse_halves(list(stages.values()), subject.tensors, loss_bench.loss)]
-    except ModelError:  # the backward cannot be split, which a note reports
-        halves = [HalvesBytes()] * (1 + len(stages))
-    memories = [replace(x.memory, halves=y) for x, y in zip(analyses, halves, strict=True)]
-    found = _measured_size(subject, sampled, memories, analyses, notes)
+    found = _measured_size(subject, sampled, [x.memory for x in analyses], analyses, notes)
     reduction = find_reduction_of_outputs(subject.file, chain.model_output(outputs), subject.target, size)
     return replace(found, loss_reduction=reduction)
 

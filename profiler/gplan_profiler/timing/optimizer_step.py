@@ -25,12 +25,13 @@ from gplan.core.errors import ModelError
 from gplan_profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_bytes, traced_allocations
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.load import ModelFile
-from gplan_profiler.model.materialise import attributes_key, with_attributes
+from gplan_profiler.model.materialise import alike, with_attributes
 from gplan_profiler.model.precision import MASTER_DTYPE, input_dtype, master_bytes, round_into
-from gplan_profiler.timing.clock import Clock, Samples, cold_caches
+from gplan_profiler.timing.clock import Clock, Samples
 from gplan_profiler.timing.neighbours import NEIGHBOUR_FAILED, Neighbours, neighbours
 
 MICROBATCHES = 8  # of a measured step: a usual number
+_SWEPT_BYTES = 64 * 2**20  # more than what a core's own caches hold
 _NUM_ROUNDS = 4  # in a series, of a step alone and one beside each kind of neighbours
 WARMUP = 2
 _STEPS_OF_SHAPE = 3  # in a call of sample()
@@ -49,7 +50,7 @@ class _Steps:
     copies: tuple[nn.Parameter, ...]
     clock: Clock
     owner: str
-    cool: Callable[[], object]  # flushes the caches
+    cool: Callable[[], object]  # fills a core's caches with other data; on a GPU it does nothing
 
     def once(self, step: Samples, zeroing: Samples) -> None:
         """One step: create gradients, flush them from the caches, update, zero_grad."""
@@ -161,8 +162,8 @@ class StepSampler:
             if others:  # the first step after a fork copies the pages that both processes have
                 steps.once(Samples(), Samples())
             self._ratios.append(steps.rounds(others, self._alone, self._zeroing))
-            for alike in (*self._tiny, *self._shapes):
-                self._sample_alike(alike)
+            for some in (*self._tiny, *self._shapes):
+                self._sample_alike(some)
             self._ratios.append(steps.rounds(others, self._alone, self._zeroing))
             self._has_failed |= not all(x.are_alive for x in others)
         if self._without_times is None:
@@ -185,11 +186,11 @@ class StepSampler:
             update_slow_down=slow_downs[-1],
             fixed_s=fixed_s,
         )
-        if any(alike.rejected for alike in self._shapes):  # by bytes; the unit is that of the sum
+        if any(x.rejected for x in self._shapes):  # by bytes; the unit is that of the sum
             each_s = {x: float(gradient_bytes(x)) for x in self._trained}
         else:
             of_one = [(max(0.0, (x.seconds or 0.0) - fixed_s) / len(x.some), x.all) for x in self._shapes]
-            each_s = {parameter: seconds for seconds, alike in of_one for parameter in alike}
+            each_s = {parameter: seconds for seconds, found in of_one for parameter in found}
         some_s = sum(each_s[x] for x in self._some)
         factor = cost.spread_s / some_s if some_s else 0.0
         each_s = {x: factor * seconds for x, seconds in each_s.items()}
@@ -201,17 +202,14 @@ class StepSampler:
 
         At least one, and not above `MOST_COPIED_BYTES`.
         """
-        found = dict[object, list[nn.Parameter]]()
-        for x in self._trained:
-            found.setdefault((x.shape, x.dtype, gradient_bytes(x), attributes_key(x)), []).append(x)
-        by_shape, left = list(found.values()), MOST_COPIED_BYTES
+        by_shape, left = alike(self._trained), MOST_COPIED_BYTES
         for parameter in (x for of_turn in zip_longest(*by_shape) for x in of_turn if x is not None):
             if parameter.nbytes <= left or not self._some:
                 self._some.append(parameter)
                 left -= parameter.nbytes
-        for alike in by_shape:
-            some = alike[: max(1, _MOST_ALIKE_BYTES // max(1, alike[0].nbytes))]
-            self._shapes.append(_Alike(all=alike, some=some))
+        for found in by_shape:
+            some = found[: max(1, _MOST_ALIKE_BYTES // max(1, found[0].nbytes))]
+            self._shapes.append(_Alike(all=found, some=some))
         for number in (1, _NUM_TINY):
             shape = [1] * by_shape[0][0].dim()
             made = [nn.Parameter(torch.zeros(shape, device=self._device)) for _ in range(number)]
@@ -230,23 +228,24 @@ class StepSampler:
         if file.precision.master_weights:
             weights = [x.detach().to(input_dtype(file.precision)) for x in copies]
             optimizer.register_step_post_hook(lambda *_: round_into(weights, copies))
-        steps = _Steps(optimizer, tuple(copies), self._clock, file.name, cold_caches(self._device))
+        swept = torch.zeros(_SWEPT_BYTES if self._device == "cpu" else 0, dtype=torch.uint8)
+        steps = _Steps(optimizer, tuple(copies), self._clock, file.name, lambda: swept.add_(1))
         for _ in range(WARMUP):
             steps.once(Samples(), Samples())
         return steps
 
-    def _sample_alike(self, alike: _Alike) -> None:
+    def _sample_alike(self, found: _Alike) -> None:
         """Sample the update of some parameters, unless the optimizer rejects them without the others."""
-        if alike.rejected:
+        if found.rejected:
             return
         self._clock.flush()
         try:
-            steps = self._steps(alike.some)
+            steps = self._steps(found.some)
             for _ in range(_STEPS_OF_SHAPE):
-                steps.once(alike.step, alike.zeroing)
+                steps.once(found.step, found.zeroing)
         except Exception as error:  # the author's optimizer may raise anything
-            shape = " x ".join(map(str, alike.some[0].shape))
-            alike.rejected = f"shape {shape}: {describe(error.__cause__ or error)}"
+            shape = " x ".join(map(str, found.some[0].shape))
+            found.rejected = f"shape {shape}: {describe(error.__cause__ or error)}"
         self._clock.flush()
 
     def _cost_without_times(self, steps: _Steps) -> StepCost:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from gplan.core import Timing
 from gplan_profiler.backward.rematerialize import recomputed
 from gplan_profiler.backward.split_backward import first_half
 from gplan_profiler.capture.chain import Tensors, detached, wants_gradient
-from gplan_profiler.timing.bench import Bench, Composed, backward
+from gplan_profiler.timing.bench import Bench, Composed, backward, run_passes
 from gplan_profiler.timing.clock import Clock, Samples, median_s
 from gplan_profiler.timing.neighbours import BESIDE_OTHERS, Neighbours
 
@@ -278,23 +279,14 @@ class TimingRounds:
 
     def layer_round(self, samples: Callable[[str], Samples], *, between: Callable[[], object] = lambda: None) -> None:
         """All layers forward, the loss, all layers backward; `between` is called before each of them."""
-        bench, clock = self._bench, self._clock
+        keys = (*self._bench.keys, "loss")
 
-        def forward(place: int, leaves: Tensors) -> Tensors:
-            between()
-            outputs: Tensors = clock.time_layer(samples(f"{bench.keys[place]}/forward"), bench.layers[place], *leaves)
-            return outputs
+        def run(place: int, direction: str, work: Callable[[], Any]) -> Any:
+            if place < len(self._bench.keys):
+                between()
+            return self._clock.time_layer(samples(f"{keys[place]}/{direction}"), work)
 
-        def backward_of(place: int, *roots: list[Tensor]) -> None:
-            between()
-            clock.time_layer(samples(f"{bench.keys[place]}/backward"), torch.autograd.backward, *roots)
-
-        passed, leaves = bench.forward(forward)
-        loss = clock.time_layer(samples("loss/forward"), bench.loss, leaves)
-        clock.flush()
-        if loss.requires_grad:
-            clock.time_layer(samples("loss/backward"), loss.backward)
-            backward(passed, leaves, backward_of)
+        run_passes(self._bench, run)
 
     def _first_round(self) -> None:
         """A round whose backward creates the gradients instead of accumulating into them."""
