@@ -1,16 +1,17 @@
-"""What all ranks of a run must do together: call the same method of the pipeline, with the same mini-batch.
+"""What all ranks of a run must do together: call the same method of the pipeline, with the same mini-batch, on equal copies.
 
-Each call is announced to all ranks by an all-gather of four numbers on the CPU: the method, the number of samples, and
-digests of inputs and targets. Only a rank that finds a difference can explain the hang that would follow, so every call
+Each call is announced to all ranks by an all-gather of numbers on the CPU: the method, the number of samples, digests of
+inputs and targets, and checksums of the trained weights that other ranks have copies of (tied ones, and those of replicas):
+a script that edits gradients otherwise on each rank would let the copies drift apart. Only a rank that finds a difference can explain the hang that would follow, so every call
 but a step waits for the others' numbers. A step goes on meanwhile and reads them when the next call begins. Digests read
-every byte, so they are made in the first ten steps and in those that are powers of two; such a step waits too.
+every byte, so they and the checksums are made in the first ten steps and in those that are powers of two; such a step waits too.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from gplan.core.errors import RunError, UsageError
 from gplan.runtime.process_group import RankLayout
+from gplan.runtime.sharded_tensors import local_tensor
 from gplan_profiler.capture.authored_layers import PLAIN
 from gplan_profiler.host.failure import failure_text
 from gplan_profiler.host.heartbeat import Heartbeat
@@ -48,8 +50,16 @@ class _Announced:
 class Agreement:
     """Compares the calls and the mini-batches of all ranks, or sends the first rank's mini-batch to the others."""
 
-    def __init__(self, ranks: RankLayout | None, heartbeat: Heartbeat, *, broadcasts: bool = False) -> None:
-        """`broadcasts`: the first rank's mini-batches count. Collective."""
+    def __init__(
+        self,
+        ranks: RankLayout | None,
+        heartbeat: Heartbeat,
+        *,
+        copies: Mapping[str, Tensor | None],
+        broadcasts: bool = False,
+    ) -> None:
+        """`broadcasts`: the first rank's mini-batches count; `copies`: see `copied_weights`. Collective."""
+        self._copies = copies
         self._heartbeat, self._is_alone = heartbeat, ranks is None
         self.broadcasts = broadcasts and ranks is not None
         self._counts = Counter[str]()
@@ -83,7 +93,8 @@ class Agreement:
         number = self._counts[call]
         is_due = number <= _NUM_CHECKED or number & (number - 1) == 0
         digests = [0 if x is None or not is_due else digest(x) for x in batch or (None, None)]
-        own = torch.tensor([_CALLS.index(call), num_rows, *digests])
+        sums = [0 if x is None or not is_due else checksum(x) for x in self._copies.values()]
+        own = torch.tensor([_CALLS.index(call), num_rows, *digests, *sums])
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         work = dist.all_gather(rows, own, group=self._all, async_op=True)
         assert work is not None
@@ -127,7 +138,7 @@ class Agreement:
                 f"{call} needs every rank: {failure_text(lost)}; if no rank reports another error, call {call} on every "
                 "rank, not within `if pipe.rank == 0`"
             ) from None
-        calls, sizes, *digests = zip(*(x.tolist() for x in announced.rows), strict=True)
+        calls, sizes, of_inputs, of_targets, *sums = zip(*(x.tolist() for x in announced.rows), strict=True)
         if len(set(calls)) > 1:
             found = "; ".join(f"pipe.{_CALLS[x]} by {_ranks_of(calls, x)}" for x in dict.fromkeys(calls))
             raise UsageError(
@@ -138,12 +149,19 @@ class Agreement:
             found = "; ".join(f"{x} by {_ranks_of(sizes, x)}" for x in dict.fromkeys(sizes))
             raise UsageError(f"{call} number {announced.number} got other numbers of samples: {found}; {_SAME_BATCH}")
         odd: dict[str, list[str]] = {}
-        for what, column in zip(("inputs", "targets"), digests, strict=True):
+        for what, column in (("inputs", of_inputs), ("targets", of_targets)):
             odd.setdefault(_odd_ones(column), []).append(what)
         odd.pop("", None)
         if odd:
             found = "; ".join(f"{' and '.join(what)} of {x}" for x, what in odd.items())
             raise UsageError(f"ranks got different batches in {call} number {announced.number}: {found}; {_SAME_BATCH}")
+        for name, column in zip(self._copies, sums, strict=True):
+            if drifted := _odd_ones(column):
+                raise UsageError(
+                    f"the copies of {name} have drifted apart before {call} number {announced.number}: values of {drifted}; expected "
+                    "the same changes of gradients and weights on every rank: random numbers of one seed, pipe.clip_grad_norm_ "
+                    "in place of a norm over the parameters of one rank, and the same optimizer settings"
+                )
 
 
 def _odd_ones(digests: Sequence[int]) -> str:
@@ -167,6 +185,13 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 def _each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return pytree.tree_map_only(Tensor, change, value)
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the sum of a tensor's bits as whole numbers, or of a sharded one's own part; never 0."""
+    part = local_tensor(tensor).detach().contiguous().reshape(-1)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(part.element_size(), torch.int64)
+    return int(part.view(whole).sum(dtype=torch.int64)) or 1
 
 
 def digest(value: Any) -> int:

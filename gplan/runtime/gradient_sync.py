@@ -10,6 +10,7 @@ sum of the gradients of one step.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
@@ -168,6 +169,36 @@ def _sum_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: int)
     indices, values = torch.cat([x for x, _ in there], dim=1), torch.cat([x for _, x in there]).div_(divisor)
     found = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
     parameter.grad = found.coalesce().to(parameter.device)
+
+
+def copied_weights(
+    used_by_stage: Sequence[Collection[str]],
+    tensors: Mapping[str, Tensor],
+    ranks: RankLayout | None,
+    *,
+    trained: Collection[str],
+    divided: Collection[str],
+) -> dict[str, Tensor | None]:
+    """The trained weights of which several ranks have copies: equal keys on all ranks, None where this rank has no copy.
+
+    Of a weight that replicas divide, the ranks of one replica have copies, if it is tied.
+    """
+    if ranks is None:
+        return {}
+    holders = defaultdict[str, set[int]](set)
+    for device, used in zip(ranks.devices, used_by_stage, strict=True):
+        for name in used:
+            holders[name].add(device)
+    found: dict[str, Tensor | None] = {}
+    for name, devices in holders.items():
+        if name not in trained or len(devices) * ranks.num_replicas == 1:
+            continue
+        if name not in divided:
+            found[name] = tensors.get(name)
+        elif len(devices) > 1:
+            for replica in range(ranks.num_replicas):
+                found[f"{name} in replica {replica}"] = tensors.get(name) if replica == ranks.replica else None
+    return found
 
 
 class TiedGradients:

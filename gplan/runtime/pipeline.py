@@ -34,7 +34,7 @@ from gplan.runtime.agreement import Agreement
 from gplan.runtime.buffers import SharedBuffers, check_norms, strict_norm
 from gplan.runtime.capture_cache import CaptureCache, CapturedModel, named_tensors
 from gplan.runtime.checkpoint.collective import RankGroup
-from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica, hooked_once
+from gplan.runtime.gradient_sync import TiedGradients, broadcast_first_replica, copied_weights, hooked_once
 from gplan.runtime.master_weights import MasterWeights
 from gplan.runtime.microbatches import Pass, concat_outputs, replica_rows, split_into_passes, take_rows
 from gplan.runtime.model_source import ModelLike, ModelSource, open_source
@@ -236,6 +236,8 @@ class Pipeline(StageState):
         shards = shard_stages(plan, usual, names, stages, computing, divided, like=like, ranks=ranks)
         captures.set_tensors({**computing, **shards.gathered}, shards.groups, around_capture=shards.allocated)
         tensors.update(shards.parts)
+        self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
+        copies = copied_weights(names.used_by_stage, tensors, ranks, trained=self._trained, divided=divided)
         super().__init__(
             names,
             tensors,
@@ -244,7 +246,7 @@ class Pipeline(StageState):
             ranks=ranks,
             random_streams=random_streams,
             heartbeat=notes,
-            agreement=Agreement(ranks, notes, broadcasts=broadcast_batches),
+            agreement=Agreement(ranks, notes, copies=copies, broadcasts=broadcast_batches),
         )
         self.runner = StageRunner(
             captures,
@@ -266,7 +268,6 @@ class Pipeline(StageState):
             tensors=tensors,
             num_replicas=plan.num_replicas,
         )
-        self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
         self._strict_norm = strict_norm(model, usual.chain.norms(0, len(usual.chain)), plan.microbatch_size)
         self._loss_exchange = LossExchange(ranks)
         self._tied = TiedGradients(names.shared(), tensors, ranks, trained=self._trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,7 @@ from gplan.runtime.agreement import digest
 from gplan.runtime.pipeline import Pipeline
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.checks import plan_of
-from tests.runtime.semantics.models import row, subject
+from tests.runtime.semantics.models import Tied, row, subject, token_subject
 
 ROW = subject(row)
 DATA = TensorDataset(*ROW.batch(64))
@@ -93,6 +94,49 @@ def test_batches_that_differ_later() -> None:
 
     for text in error_on(2, script):
         assert "in pipe.step number 16: inputs of rank 1 differ" in text
+
+
+def noise(rank: int, gradient: Tensor) -> Tensor:
+    return gradient + torch.randn(gradient.shape, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize(("num_devices", "num_replicas", "odd"), [(2, 1, "rank 1"), (2, 2, "ranks 1, 2, 3")])
+def test_edits_that_are_not_the_same_on_every_rank(num_devices: int, num_replicas: int, odd: str) -> None:
+    """Copies of a tied weight, and replicas, drifted apart without a word."""
+    tied = token_subject(Tied)
+    plan = plan_of(tied, num_devices, num_microbatches=4 // num_replicas)
+    plan = replace(plan, num_replicas=num_replicas)
+
+    def script(rank: int) -> None:
+        pipe = gplan.pipeline(tied.build, plan, loss=tied.loss, timeout_s=20.0)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for _ in range(3):
+            pipe.step(*tied.batch(8))
+            for x in pipe.parameters():
+                x.grad = noise(rank, x.grad)  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for text in error_on(plan.num_ranks, script):
+        assert re.search(rf"the copies of .* drifted apart before pipe.step number 2: values of {odd} differ", text)
+
+
+def test_equal_edits_are_accepted() -> None:
+    tied = token_subject(Tied)
+    plan = plan_of(tied, 2)
+
+    def job(_rank: int) -> float:
+        pipe = gplan.pipeline(tied.build, plan, loss=tied.loss, timeout_s=20.0)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = pipe.step(*tied.batch(8))
+            pipe.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(loss)
+
+    first, second = on_ranks(2, job, timeout_s=20.0)
+    assert first == second
 
 
 def test_other_numbers_of_samples() -> None:
