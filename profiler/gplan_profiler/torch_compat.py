@@ -83,7 +83,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.utils import clip_grad
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
@@ -114,6 +114,12 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 PythonFunction: type = torch._C._FunctionBase  # the nodes of a graph that are written in Python
 foreach_add_, foreach_copy_ = torch._foreach_add_, torch._foreach_copy_
 parse_to = torch._C._nn._parse_to  # the arguments of `.to`
+
+
+class TorchDispatchMode(_TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees operations of all kinds, those of higher order (flex_attention) too, which torch's own class refuses."""
+
+    supports_higher_order_operators = True
 
 
 # --- patches
@@ -194,6 +200,20 @@ def gradient_calls_replaced(call: Callable[..., Any]) -> AbstractContextManager[
 def seen_as_plain_run() -> AbstractContextManager[None]:
     """Inside, libraries that ask torch.compiler take the path of a plain run, not that for torch.export."""
     return replaced(torch.compiler, is_exporting=lambda: False, is_compiling=lambda: False)
+
+
+def scripts_as_python() -> AbstractContextManager[None]:
+    """Inside, a function that torch.jit.script made runs as the Python function it was made from.
+
+    The operations of an optimized script are a graph of its own with a backward of its own, which no trace sees.
+    """
+    own = torch.jit.ScriptFunction.__call__
+
+    def call(script: Any, *args: Any, **kwargs: Any) -> Any:
+        python = getattr(script, "_torchdynamo_inline", None)
+        return own(script, *args, **kwargs) if python is None else python(*args, **kwargs)
+
+    return replaced(torch.jit.ScriptFunction, __call__=call)
 
 
 def without_stack_traces() -> AbstractContextManager[None]:

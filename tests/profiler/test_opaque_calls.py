@@ -28,6 +28,11 @@ class Tenfold(torch.autograd.Function):
         return gradients[0] * 10.0, None
 
 
+def gated(x: Tensor, y: Tensor) -> Tensor:
+    """Compiled by torch.jit.script."""
+    return torch.sigmoid(x) * y + x
+
+
 kept_apply: Callable[[Tensor], Tensor] = Tenfold.apply
 
 
@@ -92,6 +97,15 @@ def test_custom_backward_in_repeated_blocks() -> None:
 def test_apply_under_a_name_of_its_own_keeps_its_backward() -> None:
     """`scan = Scan.apply` is bound when the model's file is imported; its forward was traced, without its backward."""
     assert_trains_alike(Row(lambda _mix, x: kept_apply(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_function_is_traced_as_its_python() -> None:
+    """torch.jit runs it by a graph with a backward of its own, which a trace lost."""
+    gate = torch.jit.script(gated)
+    for _ in range(3):  # after two calls it is optimized
+        gate(ROWS.clone().requires_grad_(), ROWS).sum().backward()
+    assert_trains_alike(Row(lambda _mix, x: gate(x, x)))
 
 
 def test_custom_function_layers_alike() -> None:

@@ -56,6 +56,14 @@ def test_custom_functions_and_moves_are_replaced() -> None:
         assert nn.Linear(1, 1).to("meta") == "moved"
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_script_runs_as_its_python() -> None:
+    script = torch.jit.script(torch.nn.functional.silu)
+    with torch_compat.scripts_as_python():
+        assert script._torchdynamo_inline is torch.nn.functional.silu
+        assert torch.equal(script(torch.ones(2)), torch.nn.functional.silu(torch.ones(2)))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_is_replaced(use_reentrant: bool) -> None:
     seen = list[str]()

@@ -51,6 +51,7 @@ from gplan_profiler.torch_compat import (
     parse_to,
     pytree,
     real_values_kept,
+    scripts_as_python,
     seen_as_plain_run,
     without_stack_traces,
 )
@@ -190,6 +191,7 @@ def _traced(run: _ModelRun, args: tuple[Any, ...], kwargs: dict[str, Any], way: 
         if way.as_run:  # libraries otherwise choose code for all shapes, such as a mask that these shapes do not need
             stack.enter_context(seen_as_plain_run())
         stack.enter_context(_without_needless_moves())
+        stack.enter_context(scripts_as_python())
         stack.enter_context(without_stack_traces())  # slower than the trace itself
         stack.enter_context(uncompiled())
         stack.enter_context(nested_traces_allowed())

@@ -434,6 +434,11 @@ def _built(target: Any, settings: Mapping[str, SettingValue], reference: str) ->
 def _check_can_be_used(model: nn.Module, name: str) -> None:
     """Raise ModelError for names that cannot be printed, weights without a shape, and batches without values."""
     for place, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{place or 'the model'} of {name} is a ScriptModule, whose layers cannot be traced; expected the nn.Module that "
+                "torch.jit.script or torch.jit.trace was given"
+            )
         for own in (place, *module._parameters, *module._buffers):
             if not own.isprintable():
                 raise ModelError(
