@@ -40,8 +40,6 @@ _SLACK = 1e-9
 _HALVINGS = 30
 _HALVINGS_OF_STEP = 14  # between the bounds of a step by its stages one after the other
 _SHARE_OF_STASH = 0.9  # of what all layers keep, that those have which keep least for their time
-_SHARE_OF_WAITS = {"zb-h1": 1 / 3, "zb-v": 1 / 3}
-"""The bubble of equal stages as a share of (K-1) micro-batches on a device, over its chunks; 1 for other schedules."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,8 @@ class SettingBounds:
         """An estimate of a good plan's step, which proves nothing: equal stages, in their bubble, and memory enough."""
         problem = self.problem
         num_devices, num_chunks = problem.num_devices, problem.num_stages / problem.num_devices
-        waits = (num_devices - 1) / num_chunks * _SHARE_OF_WAITS.get(problem.schedule, 1.0)
+        share = 1 / 3 if problem.splits_backward else 1.0  # a wait of one pass of three, not of all
+        waits = share * (num_devices - 1) / num_chunks
         # recomputing is in both, where all stages do
         largest_s = self.largest_s if num_chunks == 1 else 0.0
         loop_s = (self._num + waits) * max(self.through_s / num_devices, largest_s) + self.transfers_s / num_chunks
