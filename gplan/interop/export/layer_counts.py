@@ -36,9 +36,9 @@ def to_deepspeed(plan: Plan, profile: Profile | None) -> Written:
         0 if plan.recompute == "never" else max(x.num_layers for x in plan.stages)
     )  # so stages are recomputed whole
     widths = computed_widths(profile)
-    state = '    "bf16": {"enabled": True},\n' if widths else ""  # of a computed profile
-    if widths.get("data", 1) > 1:
-        state += '    "zero_optimization": {"stage": 1},\n'
+    state = ""
+    if widths:  # of a computed profile
+        state = f'    "bf16": {{"enabled": True}},\n    "zero_optimization": {{"stage": {int(widths["data"] > 1)}}},\n'
     text = f"""from deepspeed.pipe import PipelineModule
 
 {comments}
@@ -104,9 +104,10 @@ def to_inference(plan: Plan, profile: Profile | None, *, variable: str) -> Writt
     """One line for a shell, which sets the variable with the blocks of every stage."""
     decoder = decoder_of(plan.layer_names, "the receiver")  # as was checked
     counts = [decoder.counts(stage.first_layer, stage.end_layer)[0] for stage in plan.stages]
+    tensor = f" --tensor-parallel-size {widths['tensor']}" if (widths := computed_widths(profile)) else ""
     notes = (
-        f"start with --pipeline-parallel-size {plan.num_devices}; the model has {len(decoder.blocks)} blocks",
-        "the plan balances training: inference has no backward, and its memory is weights and a KV cache that is as small "
-        "on every rank as on the fullest",
+        f"start with --pipeline-parallel-size {plan.num_devices}{tensor}; the model has {len(decoder.blocks)} blocks",
+        "the plan balances training: serving has no backward, so neither its time nor its memory is predicted, which is weights and a "
+        "KV cache that is as small on every rank as on the fullest",
     )
     return f"export {variable}={','.join(map(str, counts))}\n", notes
