@@ -454,3 +454,19 @@ def test_no_training_is_predicted_of_what_serves(here: Path, capsys: pytest.Capt
     assert "--pipeline-parallel-size 2 --tensor-parallel-size 2" in told.err
     assert gplan_exits("layout", "llama3-8b", "--gpus", "4", "--to", "sglang") == 2
     assert "--gpus chooses widths by the step of a training, and SGLang serves" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("receiver", ["deepspeed", "torchgpipe", "pytorch"])
+def test_widths_that_a_trainer_leaves_to_the_model_are_named(receiver: str) -> None:
+    profile = decoder_profile("llama3-8b", hardware="h200", tensor=2)
+    rules = ForReceiver.of(receiver, profile)
+    plan = gplan.balance(
+        profile, num_devices=4, num_microbatches=8, schedule=rules.default_schedule(), constraints=rules.constraints
+    )
+    notes = export(plan, to=receiver, profile=profile).notes
+    assert f"the plan counts with tensor 2, which {RECEIVERS[receiver].title} leaves to the model itself" in notes
+
+
+def test_a_served_layout_has_the_step_of_a_training() -> None:
+    plan = import_plan("4,6", language_model(10), receiver="vllm")
+    assert "vLLM serves: the step and memory are those of a training with this cut" in plan.notes

@@ -20,7 +20,14 @@ last).
 from __future__ import annotations
 
 from gplan.core import Plan, Profile
-from gplan.interop.export.requirements import Written, computed_widths, skipping_values, split_weights, stage_comments
+from gplan.interop.export.requirements import (
+    Written,
+    computed_widths,
+    skipping_values,
+    split_weights,
+    stage_comments,
+    widths_of_model,
+)
 from gplan.interop.receiver_table import RECEIVERS
 from gplan.interop.receivers import decoder_of
 
@@ -64,12 +71,8 @@ CONFIG = {{
         f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, {_AS_WRITTEN}; start {num_ranks} ranks",
         "DeepSpeed documents no other way to set the parts; the class overrides a private method",
         "DeepSpeed clips gradients to a norm of 1 unless the configuration has another gradient_clipping; 0.0 clips nothing",
+        *widths_of_model(profile, "DeepSpeed"),
     ]
-    if others := {x: y for x, y in widths.items() if x in ("tensor", "context", "expert") and y > 1}:
-        counts = ", ".join(f"{x} {y}" for x, y in others.items())
-        notes.append(
-            f"the plan counts with {counts}, which DeepSpeed takes from the model's own mpu, not from its configuration"
-        )
     makers, split = skipping_values(plan, profile), split_weights(plan, profile)
     if makers:
         notes.append(f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple")
@@ -89,7 +92,8 @@ model = GPipe(model, balance={[x.num_layers for x in plan.stages]}, chunks={plan
 """
     notes = [
         f"model must be an nn.Sequential of {len(plan.layer_names)} children, {_AS_WRITTEN}; "
-        f"a batch has {plan.batch_size} samples"
+        f"a batch has {plan.batch_size} samples",
+        *widths_of_model(profile, "torchgpipe"),
     ]
     makers = skipping_values(plan, profile)
     if makers:
