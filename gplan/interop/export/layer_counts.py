@@ -66,7 +66,8 @@ CONFIG = {{
     "gradient_accumulation_steps": {plan.num_microbatches},
 {state}}}
 """
-    num_layers, num_ranks = len(plan.layer_names), plan.num_ranks
+    num_layers = len(plan.layer_names)
+    num_ranks = plan.num_ranks * widths.get("tensor", 1) * widths.get("context", 1)
     notes = [
         f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, {_AS_WRITTEN}; start {num_ranks} ranks",
         "DeepSpeed documents no other way to set the parts; the class overrides a private method",
