@@ -42,7 +42,7 @@ from gplan.simulation.simulator import step_and_bubble
 from gplan_profiler.analytic import expected_errors
 from gplan_profiler.analytic.decoder_config import Decoder, Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
-from gplan_profiler.analytic.expected_errors import ALL
+from gplan_profiler.analytic.expected_errors import ALL, DENSE, MIXTURE
 from gplan_profiler.analytic.hardware import Hardware, described_hardware, load_hardware
 from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
 from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING, Trainer, layers_by_cost
@@ -119,6 +119,7 @@ GPUS = {
     "A100": "a100",
     "A800": "a800",
 }
+FEWEST_RUNS = 12  # of which the nine of ten are more than one or two outliers; assumed
 PRECISIONS = {"mxfp8": "float8", "fp8": "float8", "nvfp4": "float4"}
 
 
@@ -336,6 +337,7 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
                 "schedule",
             )
         }
+        line["kind"] = MIXTURE if float(row["experts"] or 0) else DENSE
         try:
             case = case_of(row)
             counter, unit = source_of(row["source"]).memory, 1e9 if source_of(row["source"]).has_gigabytes else GIB
@@ -438,18 +440,19 @@ def tables(made: pd.DataFrame) -> Iterator[str]:
 
 
 def expected(made: pd.DataFrame) -> str:
-    """The file of expected errors, in TOML: by trainer, and by GPU in it."""
+    """The file of expected errors, in TOML: by trainer, by kind of model in it, and by GPU in that."""
     known = made[(made.reason == "") & made.source.map(lambda x: source_of(x).times_count)]
     trainers = known.source.map(lambda x: source_of(x).trainer.name)
     gpus = known.gpu.map(lambda x: next(name for part, name in GPUS.items() if part in x))
     lines = list[str]()
-    for trainer, of_trainer in known.groupby(trainers):
-        kinds = {ALL: of_trainer} | {str(x): y for x, y in of_trainer.groupby(gpus)}
-        for kind, group in kinds.items():
+    for (trainer, kind), of_kind in known.groupby([trainers, "kind"]):
+        for gpu, group in ({ALL: of_kind} | {str(x): y for x, y in of_kind.groupby(gpus)}).items():
             step, memory = group.error.abs(), group.memory_error.dropna().abs()
-            lines += [f'[{trainer}."{kind}"]', f"num_runs = {len(group)}"]
+            if len(step) < FEWEST_RUNS:
+                continue
+            lines += [f'[{trainer}."{kind}"."{gpu}"]', f"num_runs = {len(group)}"]
             lines += [f"step_{name} = {step.quantile(x):.4f}" for name, x in (("half", 0.5), ("most", 0.9))]
-            if len(memory):
+            if len(memory) >= FEWEST_RUNS:
                 lines.append(f"num_memories = {len(memory)}")
                 lines += [f"memory_{name} = {memory.quantile(x):.4f}" for name, x in (("half", 0.5), ("most", 0.9))]
             lines.append("")

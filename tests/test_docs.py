@@ -27,8 +27,8 @@ MESSAGES_OF_OTHERS = {  # of torch and click, or with names that the code puts i
     "there is neither gplan.run.json nor gplan.plan.json here",
 }
 OTHER_OPTIONS = {  # of click, torchrun, Slurm and Megatron-LM
-    "--help", "--master-port", "--node-rank", "--nodes", "--nproc-per-node", "--pipeline-model-parallel-layout", "--profile-ranks",
-    "--rdzv-backend", "--use-pytorch-profiler",
+    "--help", "--hybrid-layer-pattern", "--master-port", "--node-rank", "--nodes", "--nproc-per-node", "--pipeline-model-parallel-layout",
+    "--profile-ranks", "--rdzv-backend", "--use-pytorch-profiler",
 }  # fmt: skip
 
 

@@ -79,7 +79,9 @@ def test_verbs_that_need_torch_name_the_command(line: str, tmp_path: Path) -> No
     done = without_torch(HIDDEN + VERBS, "balance p.json --k 2 --output plan.json", line, folder=tmp_path)
     assert done.stdout.splitlines()[-1] == f"exit 2: {line}"
     (error,) = [x for x in done.stderr.splitlines() if x.startswith("error")]
-    assert error.endswith(" needs torch, which is not installed here; install it with: pip install 'gplan[torch]'")
+    assert error.endswith(
+        " needs torch, which is not installed here; install it with: pip install 'gplan[torch]', or in a clone of gplan: pip install '.[torch]'"
+    )
 
 
 def test_windows_plans_and_names_what_runs_need(tmp_path: Path) -> None:

@@ -36,6 +36,17 @@ class Verb(click.Command):
                     formatter.write_dl(records)
 
 
+class TrainerChoice(click.Choice):  # type: ignore[type-arg]
+    """A trainer, or another format, by its name here; the error for a trainer's other name has the right one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from gplan.interop.receiver_table import OTHER_NAMES
+
+        if own := OTHER_NAMES.get(str(value).lower()):
+            self.fail(f"{value} is called {own} here", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

@@ -14,6 +14,7 @@ from gplan.cli.arguments import (
     PROFILE_FILE,
     SCHEDULE_HELP,
     Advanced,
+    TrainerChoice,
     Verb,
     memory_option,
     output_option,
@@ -71,7 +72,7 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option(
     "--pin", cls=Advanced, multiple=True, metavar="LAYER=STAGE", help="Put a layer on a stage, counted from 0."
 )
-@click.option("--for", "receiver", metavar="TRAINER", type=click.Choice(RECEIVERS),
+@click.option("--for", "receiver", metavar="TRAINER", type=TrainerChoice(RECEIVERS),
               help=f"The best plan that this trainer can run: {', '.join(RECEIVERS)}.")  # fmt: skip
 @output_option(PLAN_FILE)
 @json_option

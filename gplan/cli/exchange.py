@@ -13,6 +13,7 @@ from gplan.cli.arguments import (
     PLAN_FILE,
     PROFILE_FILE,
     RUN_FILE,
+    TrainerChoice,
     Verb,
     memory_option,
     output_option,
@@ -25,7 +26,7 @@ from gplan.interop.receiver_table import RECEIVERS
 
 @click.command(cls=Verb)
 @click.argument("plan", default=PLAN_FILE, type=PATH)
-@click.option("--to", required=True, type=click.Choice([*RECEIVERS, "csv", "json"]), help="The trainer or format.")
+@click.option("--to", required=True, type=TrainerChoice([*RECEIVERS, "csv", "json"]), help="The trainer or format.")
 @click.option("-o", "--output", type=PATH, help="The file to write.  [default: print it]")
 @click.option(
     "--profile", "profile_file", type=PATH, metavar="FILE",
@@ -87,7 +88,7 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
     "--sequence-length", "--seq-length", type=int, default=4096, show_default=True, help="Tokens of a sample."
 )
 @click.option(
-    "--to", "receiver", default="megatron", show_default=True, type=click.Choice(RECEIVERS), help="The trainer."
+    "--to", "receiver", default="megatron", show_default=True, type=TrainerChoice(RECEIVERS), help="The trainer."
 )
 @memory_option("that of the hardware")
 @click.option(
@@ -121,23 +122,24 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
     from gplan.files import json_files
     from gplan.interop.export.exporters import export
     from gplan.interop.machine_layout import layout_of
-    from gplan.reporting.text.widths import widths_text
+    from gplan.reporting.text.widths import LayoutResult, widths_text
 
     found = layout_of(config, on_start=lambda text: click.echo(text, err=True), **dials)
     made = export(found.plan, to=dials["receiver"], profile=found.profile)
+    notes = (*found.plan.notes, *found.profile.notes, *made.notes, f"wrote {profile_file} and {output}")
     json_files.save(found.profile, profile_file)
     json_files.save(found.plan, output)
     for line in () if as_json else widths_text(found):
         click.echo(line, err=True)
-    print_result(made, lambda: made.text.removesuffix("\n"), as_json=as_json)
-    notes = (*found.plan.notes, *found.profile.notes, *made.notes, f"wrote {profile_file} and {output}")
+    result = LayoutResult.of(found, format=made.format, text=made.text, notes=notes)
+    print_result(result, lambda: made.text.removesuffix("\n"), as_json=as_json)
     for note in () if as_json else notes:
         click.echo(f"note: {note}", err=True)
 
 
 @click.command(cls=Verb, name="import-plan")
 @click.argument("layout")
-@click.option("--from", "receiver", required=True, type=click.Choice(RECEIVERS), help="The trainer.")
+@click.option("--from", "receiver", required=True, type=TrainerChoice(RECEIVERS), help="The trainer.")
 @click.option(
     "--profile", "profile_file", default=PROFILE_FILE, show_default=True, type=PATH, help="The profile of the model."
 )

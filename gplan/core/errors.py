@@ -67,7 +67,8 @@ def missing_module(what: str, error: ModuleNotFoundError) -> UsageError | None:
     """The error where torch is not installed, with the command that mends it, or where the system is Windows; else None."""
     if error.name == "torch":
         return UsageError(
-            f"{what} needs torch, which is not installed here; install it with: pip install 'gplan[torch]'"
+            f"{what} needs torch, which is not installed here; install it with: pip install 'gplan[torch]', or in a "
+            "clone of gplan: pip install '.[torch]'"
         )
     if error.name in ("fcntl", "resource"):  # of the standard library, not on Windows
         return UsageError(

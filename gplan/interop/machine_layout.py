@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -78,11 +79,25 @@ def layout_of(
         )
     if order != ORDER and receiver != "megatron":
         raise UsageError(f"{receiver} places groups as {ORDER}; leave --order out, or take --to megatron")
-    kv_heads = decoder.kv_heads
-    if 0 < kv_heads < (dials["tensor"] or 1) and not receiver_named(receiver).copies_keys:
+    trainer, kv_heads, groups, tensor = (
+        receiver_named(receiver),
+        decoder.kv_heads,
+        decoder.linear_num_key_heads,
+        dials["tensor"] or 1,
+    )
+    if 0 < kv_heads < tensor and not trainer.copies_keys:
         raise UsageError(
-            f"--tensor is {dials['tensor']}, and the model has {kv_heads} heads of keys and values, which {receiver_named(receiver).title} does "
-            f"not copy; take --tensor {kv_heads}, or --to megatron, which does"
+            f"--tensor is {tensor}, and the model has {kv_heads} heads of keys and values, which {trainer.title} does not copy; take "
+            f"--tensor {kv_heads}, or --to megatron, which does"
+        )
+    if tensor > 0 and groups % tensor and not trainer.serves:
+        raise UsageError(
+            f"--tensor is {tensor}, which does not divide the number of groups or key heads of the model's Mamba-2 or linear attention, "
+            f"{groups}; take --tensor {gcd(groups, tensor)}"
+        )
+    if num_gpus is not None and trainer.serves:
+        raise UsageError(
+            f"--gpus chooses widths by the step of a training, and {trainer.title} serves; give the --pp and --tensor that it runs with"
         )
     fixed = {"pipeline" if x == "num_devices" else x: y for x, y in dials.items()}
     if time_limit is not None and not time_limit > 0:

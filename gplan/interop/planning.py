@@ -138,6 +138,8 @@ def import_plan(
         notes[-1] = (
             f"the layout takes {percent_text(ratio)} longer than the best one; its largest peak is {sign}{percent_text(abs(peak))}"
         )
+    if (trainer := receiver_named(receiver)).serves:
+        notes.append(f"{trainer.title} serves: the step and memory are those of a training with this cut")
     if UNDIVIDED in (widths := dict(plan.model.settings)):  # of a language model
         tensor, each = int(widths["tensor"]), f"{plan.num_replicas} replicas (data x context)"
         notes.append(f"tensor {tensor} x pipeline {plan.num_devices} x {each} = {tensor * plan.num_ranks} devices")

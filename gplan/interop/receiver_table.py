@@ -18,6 +18,24 @@ and entries of a child that is a list; between modules of a language model by th
 multi-token prediction and head; between its blocks only; nowhere but where it does itself, whatever the plan says."""
 
 
+SPECIAL_LAYERS = {
+    "Mamba": "Mamba-2 layers",
+    "DeltaNet": "gated delta nets",
+    "Lightning": "lightning attention",
+    "SandwichNorm": "norms both before and after attention and perceptron",
+    "PostNorm": "norms after attention and perceptron only",
+}
+"""Parts of computed blocks that are not in every trainer's own models, by what the block's kind then begins with or has."""
+
+OTHER_NAMES = {
+    "nemo": "automodel (NeMo Automodel) or megatron (NeMo on Megatron-core)",
+    **dict.fromkeys(("nemo-automodel", "nemo_automodel"), "automodel"),
+    **dict.fromkeys(("mcore", "megatron-core", "megatron-lm", "megatron_lm", "megatron-bridge"), "megatron"),
+    **dict.fromkeys(("titan", "torch-titan"), "torchtitan"),
+}
+"""The names here of trainers that people call otherwise."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiver:
     """What a trainer can run. Names of schedules and recompute modes are gplan's, beside the receiver's own."""
@@ -32,6 +50,9 @@ class Receiver:
     replicas: bool = True  # whether it runs data-parallel pipelines
     tied: Literal["summed", "one stage", "refused"] = "summed"  # a parameter of several layers
     copies_keys: bool = False  # whether more tensor ranks than heads of keys and values copy these; others refuse
+    serves: bool = False  # a model that is trained already
+    refuses: frozenset[str] = frozenset()  # of SPECIAL_LAYERS, what its models cannot have
+    lacks: frozenset[str] = frozenset()  # what its own models do not have, and a user's own model can
 
     @property
     def default_schedule(self) -> str:
@@ -47,6 +68,8 @@ _MEGATRON = Receiver(
     schedules={"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"},
     recompute={"never": "", "always": "full"},
     copies_keys=True,
+    refuses=frozenset({"Lightning"}),
+    lacks=frozenset({"SandwichNorm", "PostNorm"}),
 )
 
 
@@ -60,6 +83,7 @@ def _inference(title: str, checked_with: str, how: str) -> Receiver:
         schedules=None,
         recompute={},
         max_chunks=1,
+        serves=True,
     )
 
 
@@ -73,6 +97,7 @@ RECEIVERS: dict[str, Receiver] = {
         recompute={"never": "None", "always": "FullAC.Config()"},
         replicas=False,
         tied="one stage",
+        lacks=frozenset(SPECIAL_LAYERS) - {"DeltaNet"},
     ),
     "megatron": _MEGATRON,
     "verl": replace(
@@ -80,6 +105,7 @@ RECEIVERS: dict[str, Receiver] = {
         title="verl",
         checked_with=f"{_MEGATRON.checked_with} (verl 0.9.1 was read)",
         how="parsed by PipelineParallelLayerLayout, to which verl hands the string",
+        refuses=frozenset({"Mamba", "Lightning"}),
     ),
     "automodel": Receiver(
         title="NeMo Automodel",
@@ -98,6 +124,7 @@ RECEIVERS: dict[str, Receiver] = {
         schedules={"1f1b": "1f1b", "gpipe": "afab"},
         recompute={"never": "false", "always": "true"},
         max_chunks=1,
+        refuses=frozenset(SPECIAL_LAYERS),
     ),
     "deepspeed": Receiver(
         title="DeepSpeed",

@@ -20,7 +20,7 @@ from gplan.core.profile import modules_by_operation
 from gplan.evaluate.replanning import setting_of
 from gplan.graph.layer_graph import LayerGraph
 from gplan.interop.author_layers import author_layers, authored_profile
-from gplan.interop.receiver_table import RECEIVERS, Receiver
+from gplan.interop.receiver_table import RECEIVERS, SPECIAL_LAYERS, Receiver
 from gplan.schedules.registry import make_schedule, schedule_info
 from gplan.schedules.request import PipelineSetting
 
@@ -203,13 +203,23 @@ def indivisible(name: str, names: Sequence[str], profile: Profile | None) -> tup
 
 
 def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | None) -> Iterator[Indivisible]:
-    title = receiver.title
+    title, special = receiver.title, special_layers(profile)
+    if found := receiver.refuses & special:
+        what = SPECIAL_LAYERS[min(found)]
+        raise UsageError(
+            f"the model has {what}, which the models of {title} do not have; take another trainer with --to"
+        )
     decoder = decoder_of(names, title) if receiver.cuts in ("names", "decoder", "blocks") else None
     if decoder is not None and receiver.cuts != "names":
         _check_blocks(decoder, profile, title)
         near, first, last = int(receiver.cuts == "blocks"), decoder.blocks.start, decoder.prediction.stop
         yield Indivisible(first=0, last=first - 1 + near, why=f"within the embeddings; {title} cannot cut them")
         yield Indivisible(first=last - near, last=len(names) - 1, why=f"within the head; {title} cannot cut it")
+        if decoder.prediction and "Mamba" in special and receiver.cuts == "decoder":
+            raise UsageError(
+                f"the model has Mamba-2 layers and multi-token prediction, of which gplan writes no pattern for {title}; leave the latter "
+                "out with gplan layout --set num_nextn_predict_layers=0"
+            )
         if decoder.prediction:
             first, last = decoder.prediction.start - near, decoder.prediction.stop - 1
             yield Indivisible(
@@ -232,6 +242,12 @@ def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | No
     if receiver.cuts in ("children", "names"):
         yield from _calls(names, title)
         yield from _skipping(receiver, names, profile)
+
+
+def special_layers(profile: Profile | None) -> set[str]:
+    """Which of SPECIAL_LAYERS the blocks of a computed profile have."""
+    kinds = {x.kind for x in profile.layers} if profile is not None and profile.sums_in_place else set()
+    return {x for x in SPECIAL_LAYERS if any(x in kind for kind in kinds)}
 
 
 def _check_names(receiver: Receiver, names: Sequence[str]) -> None:

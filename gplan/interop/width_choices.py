@@ -67,6 +67,9 @@ class WidthSpace:
 
     def choices(self) -> Iterator[Choice]:
         """Every setting whose counts fit together."""
+        modes = [x for x in _RECOMPUTE if x in (receiver_named(self.receiver).recompute or _RECOMPUTE)]
+        if given := self.fixed.get("recompute"):
+            modes = [str(given)]
         for widths in self._widths():
             for size in self._values("microbatch_size", MICROBATCH_SIZES):
                 num_microbatches, rest = divmod(self.batch_size, size * widths.data)
@@ -75,12 +78,11 @@ class WidthSpace:
                 for chunks in self._values("num_chunks", self._chunks(widths.pipeline)):
                     if chunks > 1 and (widths.pipeline == 1 or num_microbatches % widths.pipeline):
                         continue
-                    for recompute in _RECOMPUTE:
-                        if self.fixed.get("recompute") in (None, recompute):
-                            yield Choice(
-                                widths=widths, num_chunks=chunks, microbatch_size=size, recompute=recompute,
-                                num_microbatches=num_microbatches,
-                            )  # fmt: skip
+                    for recompute in modes:
+                        yield Choice(
+                            widths=widths, num_chunks=chunks, microbatch_size=size, recompute=recompute,
+                            num_microbatches=num_microbatches,
+                        )  # fmt: skip
 
     def _widths(self) -> Iterator[Widths]:
         """Widths that use every device."""
@@ -122,7 +124,8 @@ class WidthSpace:
         kv_heads = model.kv_heads
         if receiver_named(self.receiver).copies_keys and kv_heads and not tensor % kv_heads:
             kv_heads = tensor
-        return not any(x % tensor for x in (kv_heads, model.num_attention_heads, model.linear_num_value_heads))
+        of_linear = (model.linear_num_key_heads, model.linear_num_value_heads)
+        return not any(x % tensor for x in (kv_heads, model.num_attention_heads, *of_linear))
 
     def _experts(self, num_ranks: int) -> list[int]:
         experts = self.decoder.routed_experts

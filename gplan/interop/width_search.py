@@ -26,7 +26,7 @@ from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted
 from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE
 from gplan.interop.planning import ForReceiver
-from gplan.interop.receivers import decoder_of
+from gplan.interop.receivers import decoder_of, receiver_named
 from gplan.interop.width_bounds import ChoiceBounds
 from gplan.interop.width_choices import OPTIONS, Choice, WidthSpace
 from gplan.partition.balance import problem_of
@@ -131,6 +131,7 @@ class WidthSearch(WidthSpace):
             made = DecoderProfile(
                 name=self.name, decoder=self.decoder, widths=widths, hardware=self.hardware, trainer=trainer,
                 fuses_cross_entropy=not trainer.casts_logits, divides_state=widths.replicas == 1,
+                receiver=receiver_named(self.receiver).title,
             )  # fmt: skip
             self._profiles[widths, size] = made.profile((size,))
         return self._profiles[widths, size]
@@ -327,7 +328,7 @@ class _SearchState:
             return self.search.problem(self.bounds[i].choice)
         except UsageError as error:
             self.bounds_s[i] = INFINITY
-            self.ruled_out[str(error)[:80]] += 1
+            self.ruled_out[str(error)] += 1
             self.refused = self.refused or str(error)
             return None
 

@@ -287,7 +287,7 @@ def test_the_profile_that_lies_beside_is_used_if_it_is_of_this_model(
     ("arguments", "code", "told"),
     [
         ((), 2, "--to"),
-        (("--to", "nemo"), 2, "'torchtitan', 'megatron'"),
+        (("--to", "trl"), 2, "'torchtitan', 'megatron'"),
         (("absent.json", "--to", "json"), 3, "absent.json is not there; expected a gplan plan"),
         (("--to", "json", "--profile", "absent.json"), 3, "absent.json is not there; expected a gplan profile"),
         (("--to", "torchgpipe"), 2, "schedule 1f1b; torchgpipe can express gpipe; plan again with --schedule gpipe"),

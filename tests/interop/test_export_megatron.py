@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +16,8 @@ from hypothesis import strategies as st
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
-from gplan.interop.export.exporters import export
+from gplan.interop.export.exporters import Export, export
+from gplan.interop.machine_layout import layout_of
 from gplan.simulation.simulator import schedule_of
 from tests.interop.planned import cut, profiled, shared, transformer, value
 
@@ -235,3 +239,89 @@ def test_the_profile_shows_blocks_that_differ_share_or_skip() -> None:
         with pytest.raises(UsageError, match=told):
             export(plan, to="megatron", profile=profile)
     assert check_layout(arguments(plan, replace(plain, values=chain))) == ["Et", "ttL"]
+
+
+def of_configuration(path: Path, *, receiver: str = "megatron", **config: Any) -> tuple[Plan, Export]:
+    """The layout of a small model on 2 devices with 2 stages each, and its export."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
+    (path / "config.json").write_text(json.dumps({**sizes, "intermediate_size": 4096, **config}))
+    found = layout_of(
+        str(path / "config.json"), receiver=receiver, hardware="h100", num_devices=2, num_chunks=2, tensor=2
+    )
+    return found.plan, export(found.plan, to=receiver, profile=found.profile)
+
+
+MAMBA = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-ME-M-M*", "mamba_num_heads": 32, "mamba_head_dim": 64,
+    "n_groups": 4, "ssm_state_size": 128, "conv_kernel": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+GRANITE = {
+    "model_type": "granitemoehybrid", "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 32,
+    "mamba_n_groups": 2, "mamba_d_state": 128, "mamba_d_head": 64, "mamba_d_conv": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "shared_intermediate_size": 1024, "num_hidden_layers": 4,
+}  # fmt: skip
+DELTA = {
+    "model_type": "qwen3_next", "num_hidden_layers": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "head_dim": 64,
+}  # fmt: skip
+MIXED = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 8, "first_k_dense_replace": 2, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 512, "n_shared_experts": 1, "q_lora_rank": 256, "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "letters"), [(MAMBA, "M-M*-ME-M-M*"), (GRANITE, "MEME*EME")])
+def test_hybrid_models_have_a_pattern_with_the_stages_of_the_plan(
+    tmp_path: Path, config: dict[str, Any], letters: str
+) -> None:
+    plan, made = of_configuration(tmp_path, **config)
+    words = shlex.split(made.text.replace("\\\n", ""))
+    stages = words[words.index("--hybrid-layer-pattern") + 1].split("|")
+    assert "".join(stages) == letters
+    per_block = len(letters) // sum("layers." in x for x in plan.layer_names)
+    assert [len(x) for x in stages] == [
+        per_block * sum("layers." in name for name in x.layer_names) for x in plan.stages
+    ]
+    assert not {"--num-layers", "--pipeline-model-parallel-layout"} & {*words} and "--bf16" in words
+    assert any("needs a Megatron-LM after core 0.16" in x for x in made.notes)
+    assert not any("was checked with" in x for x in made.notes)
+
+
+def test_which_blocks_have_experts_or_gated_delta_nets(tmp_path: Path) -> None:
+    _, made = of_configuration(tmp_path, **MIXED)
+    assert "--moe-layer-freq '([0]*2+[1]*6)'" in made.text and "--expert-model-parallel-size 1" in made.text
+    assert not any("several kinds" in x for x in made.notes)
+    assert any("the flags of the model stand beside these, such as --hidden-size" in x for x in made.notes)
+    _, made = of_configuration(tmp_path, **DELTA)
+    assert "--linear-attention-freq '([1]*3+[0]*1)*2'" in made.text and "gated_delta_net" in made.text
+    assert "--pipeline-model-parallel-layout" in made.text
+
+
+@pytest.mark.parametrize(
+    ("config", "receiver", "told"),
+    [
+        (MAMBA, "verl", "the model has Mamba-2 layers, which the models of verl do not have"),
+        (MAMBA, "nanotron", "Mamba-2 layers, which the models of nanotron"),
+        ({**MAMBA, "num_nextn_predict_layers": 1}, "megatron", "--set num_nextn_predict_layers=0"),
+        ({**MAMBA, "n_groups": 1}, "megatron", "--tensor is 2, which does not divide .* 1; take --tensor 1"),
+    ],
+)
+def test_what_a_trainer_has_no_layers_for_is_refused(
+    tmp_path: Path, config: dict[str, Any], receiver: str, told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        of_configuration(tmp_path, receiver=receiver, **config)
+
+
+def test_norms_that_megatron_does_not_have_are_named(tmp_path: Path) -> None:
+    _, made = of_configuration(tmp_path, model_type="gemma3", num_hidden_layers=8)
+    assert any("own models have no norms both before and after attention" in x for x in made.notes)
+
+
+def test_every_width_of_the_plan_is_written(tmp_path: Path) -> None:
+    _, made = of_configuration(tmp_path, num_hidden_layers=8)
+    assert "--tensor-model-parallel-size 2" in made.text and "--context-parallel-size 1" in made.text
+    _, made = of_configuration(tmp_path, receiver="verl", num_hidden_layers=8)
+    assert "megatron.tensor_model_parallel_size=2" in made.text and "megatron.context_parallel_size=1" in made.text

@@ -17,7 +17,9 @@ def test_sections_have_the_values_of_the_plan() -> None:
     made = layout_of(
         "llama3-8b", receiver="nanotron", hardware="h100", num_devices=4, tensor=2, data=2, microbatches=16, microbatch_size=2
     )  # fmt: skip
-    sections = yaml.safe_load(export(made.plan, to="nanotron", profile=made.profile).text)
+    written = export(made.plan, to="nanotron", profile=made.profile)
+    assert not any("gplan layout --to nanotron" in x for x in written.notes)  # that is how it was made
+    sections = yaml.safe_load(written.text)
     parallel, tokens = sections["parallelism"], sections["tokens"]
     assert (parallel["dp"], parallel["pp"], parallel["tp"], parallel["pp_engine"]) == (2, 4, 2, "1f1b")
     assert tokens == {"sequence_length": 4096, "micro_batch_size": 2, "batch_accumulation_per_replica": 16}

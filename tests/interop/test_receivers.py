@@ -406,3 +406,67 @@ def test_a_module_that_is_called_twice_on_a_stage_is_read_back() -> None:
 def test_no_devices_and_no_micro_batches_are_refused(count: str) -> None:
     with pytest.raises(UsageError, match="asked for 0 .*; expected at least 1"):
         import_plan("Ett|tt|tt|ttL", language_model(8), receiver="megatron", **{count: 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("nemo-automodel", "automodel"), ("MCore", "megatron"), ("titan", "torchtitan"), ("nemo", "automodel")],
+)
+def test_other_names_of_trainers(name: str, own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (("layout", "llama3-8b", "--to", name), ("import-plan", "Et|tL", "--from", name)):
+        assert gplan_exits(*arguments) == 2
+        assert f"{name} is called {own}" in capsys.readouterr().err
+
+
+def test_every_degree_of_torchtitan_is_written() -> None:
+    profile = decoder_profile("llama3-8b", hardware="h200")
+    rules = ForReceiver.of("torchtitan", profile)
+    plan = gplan.balance(profile, num_devices=4, num_microbatches=8, schedule="1f1b", constraints=rules.constraints)
+    text = export(plan, to="torchtitan", profile=profile).text
+    for name in (
+        "tensor_parallel",
+        "context_parallel",
+        "expert_parallel",
+        "data_parallel_shard",
+        "data_parallel_replicate",
+    ):
+        assert f"{name}_degree=1," in text
+    assert "seq_len=4096," in text
+
+
+def test_a_layout_for_scripts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--set", "num_hidden_layers=6", "--gbs", "8", "--hardware", "h200", "--time-limit", "5"]
+    assert gplan_exits("layout", "llama3-8b", "--gpus", "4", "--to", "automodel", *small, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    widths, predicted = found["choice"]["widths"], found["prediction"]
+    assert widths["tensor"] * widths["context"] * widths["pipeline"] * widths["data"] == 4
+    assert predicted["tokens_per_s_per_device"] == pytest.approx(8 * 4096 / predicted["step_s"] / 4)
+    assert predicted["lower_bound_s"] <= predicted["step_s"] and predicted["peak_bytes"] <= predicted["needed_bytes"]
+    assert all(x["choice"]["recompute"] == "never" for x in found["alternatives"])  # all that Automodel has
+    assert not [x for x in found["ruled_out"] if x.endswith("with")]
+    assert any("NeMo Automodel" in x for x in found["notes"])
+
+
+def test_no_training_is_predicted_of_what_serves(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("layout", "llama3-8b", "--pp", "2", "--tp", "2", "--to", "vllm") == 0
+    told = capsys.readouterr()
+    assert "VLLM_PP_LAYER_PARTITION=" in told.out and "predicted: a step" not in told.err
+    assert "--pipeline-parallel-size 2 --tensor-parallel-size 2" in told.err
+    assert gplan_exits("layout", "llama3-8b", "--gpus", "4", "--to", "sglang") == 2
+    assert "--gpus chooses widths by the step of a training, and SGLang serves" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("receiver", ["deepspeed", "torchgpipe", "pytorch"])
+def test_widths_that_a_trainer_leaves_to_the_model_are_named(receiver: str) -> None:
+    profile = decoder_profile("llama3-8b", hardware="h200", tensor=2)
+    rules = ForReceiver.of(receiver, profile)
+    plan = gplan.balance(
+        profile, num_devices=4, num_microbatches=8, schedule=rules.default_schedule(), constraints=rules.constraints
+    )
+    notes = export(plan, to=receiver, profile=profile).notes
+    assert f"the plan counts with tensor 2, which {RECEIVERS[receiver].title} leaves to the model itself" in notes
+
+
+def test_a_served_layout_has_the_step_of_a_training() -> None:
+    plan = import_plan("4,6", language_model(10), receiver="vllm")
+    assert "vLLM serves: the step and memory are those of a training with this cut" in plan.notes

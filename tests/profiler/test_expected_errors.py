@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gplan.interop.machine_layout import layout_of
 from gplan.strategy_search.planner import balance
-from gplan_profiler.analytic.expected_errors import ExpectedError, expected_error
+from gplan_profiler.analytic.expected_errors import MIXTURE, ExpectedError, expected_error
 from tests.decoders import decoder_profile
 
 
@@ -22,9 +23,9 @@ def test_sentence() -> None:
 @pytest.mark.parametrize(
     ("trainer", "hardware", "kind"),
     [
-        ("nanotron", "h100", "(nanotron, h100)"),
-        ("Megatron-LM", "mi300x", "(Megatron-LM, all GPUs)"),
-        ("mine", "h100", "mine"),
+        ("nanotron", "h100", "(nanotron, dense, h100)"),
+        ("Megatron-LM", "mi300x", "(Megatron-LM, dense, all GPUs)"),
+        ("mine", "h100", "no published run of a dense model by mine"),
     ],
 )
 def test_kinds(trainer: str, hardware: str, kind: str) -> None:
@@ -32,7 +33,27 @@ def test_kinds(trainer: str, hardware: str, kind: str) -> None:
     assert kind in expected_error(trainer, hardware)
 
 
+def test_experts_have_fewer_runs_on_a_gpu_than_count() -> None:
+    assert "(Megatron-LM, mixture of experts, all GPUs)" in expected_error("Megatron-LM", "h100", kind=MIXTURE)
+
+
 def test_plan_of_a_computed_profile_says_it() -> None:
     profile = decoder_profile("llama3-8b", hardware="a100", tensor=2, sequence_length=2048)
     plan = balance(profile, num_devices=2, num_microbatches=8, schedule="1f1b")
-    assert sum("published runs like this one (Megatron-LM" in x for x in plan.notes) == 1
+    assert sum("published runs like this one (Megatron-LM, dense, a100)" in x for x in plan.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("receiver", "said"),
+    [
+        ("megatron", "published runs like this one (Megatron-LM, dense, h100)"),
+        (
+            "torchtitan",
+            "no published runs of torchtitan check this plan: its times and memory assume the kernels of Megatron-LM",
+        ),
+        ("vllm", "no published runs of vLLM check this plan"),
+    ],
+)
+def test_other_trainers_have_no_runs(receiver: str, said: str) -> None:
+    found = layout_of("llama3-8b", receiver=receiver, hardware="h100", num_devices=2, settings=["num_hidden_layers=4"])
+    assert next(x for x in found.plan.notes if "published run" in x).startswith(said)

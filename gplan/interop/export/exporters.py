@@ -15,13 +15,13 @@ from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.interop.author_layers import authored_plan, authored_profile
 from gplan.interop.export.layer_counts import to_deepspeed, to_inference, to_torchgpipe
-from gplan.interop.export.megatron import to_megatron, to_verl
+from gplan.interop.export.megatron import HYBRID, to_megatron, to_verl
 from gplan.interop.export.module_lists import to_automodel, to_torchtitan
 from gplan.interop.export.nanotron import to_nanotron
 from gplan.interop.export.requirements import Written
 from gplan.interop.export.torch_pipelining import to_csv, to_pytorch
-from gplan.interop.receiver_table import RECEIVERS
-from gplan.interop.receivers import check_granularity, check_plan
+from gplan.interop.receiver_table import RECEIVERS, SPECIAL_LAYERS
+from gplan.interop.receivers import check_granularity, check_plan, special_layers
 from gplan_profiler.analytic.decoder_profile import UNDIVIDED
 
 
@@ -98,7 +98,13 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
     whole = None if profile is None else authored_profile(profile)
     check_plan(to, plan, whole)
     text, given = FORMATS[to](plan, whole)
-    notes = [*given, f"the format, not this plan, was checked with {RECEIVERS[to].checked_with}: {RECEIVERS[to].how}"]
+    receiver, notes = RECEIVERS[to], [*given]
+    notes += [
+        f"{receiver.title}'s own models have no {SPECIAL_LAYERS[x]}: the model that you train must have them"
+        for x in sorted(receiver.lacks & special_layers(whole))
+    ]
+    if HYBRID not in text:
+        notes.append(f"the format, not this plan, was checked with {receiver.checked_with}: {receiver.how}")
     places = [plan.stages_of(device)[0].machine_device for device in range(plan.num_devices)]
     names = [x.name for x in places if x is not None]
     if names:

@@ -20,7 +20,14 @@ last).
 from __future__ import annotations
 
 from gplan.core import Plan, Profile
-from gplan.interop.export.requirements import Written, computed_widths, skipping_values, split_weights, stage_comments
+from gplan.interop.export.requirements import (
+    Written,
+    computed_widths,
+    skipping_values,
+    split_weights,
+    stage_comments,
+    widths_of_model,
+)
 from gplan.interop.receiver_table import RECEIVERS
 from gplan.interop.receivers import decoder_of
 
@@ -36,9 +43,9 @@ def to_deepspeed(plan: Plan, profile: Profile | None) -> Written:
         0 if plan.recompute == "never" else max(x.num_layers for x in plan.stages)
     )  # so stages are recomputed whole
     widths = computed_widths(profile)
-    state = '    "bf16": {"enabled": True},\n' if widths else ""  # of a computed profile
-    if widths.get("data", 1) > 1:
-        state += '    "zero_optimization": {"stage": 1},\n'
+    state = ""
+    if widths:  # of a computed profile
+        state = f'    "bf16": {{"enabled": True}},\n    "zero_optimization": {{"stage": {int(widths["data"] > 1)}}},\n'
     text = f"""from deepspeed.pipe import PipelineModule
 
 {comments}
@@ -59,17 +66,14 @@ CONFIG = {{
     "gradient_accumulation_steps": {plan.num_microbatches},
 {state}}}
 """
-    num_layers, num_ranks = len(plan.layer_names), plan.num_ranks
+    num_layers = len(plan.layer_names)
+    num_ranks = plan.num_ranks * widths.get("tensor", 1) * widths.get("context", 1)
     notes = [
         f"PlannedPipelineModule(layers, loss_fn=..., **ARGUMENTS) takes {num_layers} layers, {_AS_WRITTEN}; start {num_ranks} ranks",
         "DeepSpeed documents no other way to set the parts; the class overrides a private method",
         "DeepSpeed clips gradients to a norm of 1 unless the configuration has another gradient_clipping; 0.0 clips nothing",
+        *widths_of_model(profile, "DeepSpeed"),
     ]
-    if others := {x: y for x, y in widths.items() if x in ("tensor", "context", "expert") and y > 1}:
-        counts = ", ".join(f"{x} {y}" for x, y in others.items())
-        notes.append(
-            f"the plan counts with {counts}, which DeepSpeed takes from the model's own mpu, not from its configuration"
-        )
     makers, split = skipping_values(plan, profile), split_weights(plan, profile)
     if makers:
         notes.append(f"what {', '.join(makers)} makes skips layers: the layers between must pass it on in a tuple")
@@ -89,7 +93,8 @@ model = GPipe(model, balance={[x.num_layers for x in plan.stages]}, chunks={plan
 """
     notes = [
         f"model must be an nn.Sequential of {len(plan.layer_names)} children, {_AS_WRITTEN}; "
-        f"a batch has {plan.batch_size} samples"
+        f"a batch has {plan.batch_size} samples",
+        *widths_of_model(profile, "torchgpipe"),
     ]
     makers = skipping_values(plan, profile)
     if makers:
@@ -104,9 +109,10 @@ def to_inference(plan: Plan, profile: Profile | None, *, variable: str) -> Writt
     """One line for a shell, which sets the variable with the blocks of every stage."""
     decoder = decoder_of(plan.layer_names, "the receiver")  # as was checked
     counts = [decoder.counts(stage.first_layer, stage.end_layer)[0] for stage in plan.stages]
+    tensor = f" --tensor-parallel-size {widths['tensor']}" if (widths := computed_widths(profile)) else ""
     notes = (
-        f"start with --pipeline-parallel-size {plan.num_devices}; the model has {len(decoder.blocks)} blocks",
-        "the plan balances training: inference has no backward, and its memory is weights and a KV cache that is as small "
-        "on every rank as on the fullest",
+        f"start with --pipeline-parallel-size {plan.num_devices}{tensor}; the model has {len(decoder.blocks)} blocks",
+        "the plan balances training: serving has no backward, so neither its time nor its memory is predicted, which is weights and a "
+        "KV cache that is as small on every rank as on the fullest",
     )
     return f"export {variable}={','.join(map(str, counts))}\n", notes

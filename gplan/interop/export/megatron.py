@@ -10,7 +10,15 @@ megatron/core/transformer/transformer_block.py (`_checkpointed_forward`: uniform
 other argument for v (arguments.py allows none beside a layout, and wants K of 2 or more);
 megatron/core/pipeline_parallel/schedules.py has the order (`get_pp_rank_microbatches`, `get_schedule_table`: in groups
 of K micro-batches, of which the last must be whole). L stands for everything after the blocks: final norm, output layer
-and loss. verl hands
+and loss.
+
+Models with Mamba-2 layers are `HybridModel`s (megatron/core/models/hybrid/hybrid_layer_allocation.py, read at 0.20 of August 2026;
+core 0.16 has `MambaModel`, with equal numbers of layers on every rank and one stage a device): `--hybrid-layer-pattern`
+has a letter for each part of a block, "|" between stages, any number on each, and replaces --num-layers and the layout; v K stages
+are interleaved as with a layout. Gated delta nets are an attention of GPT models
+(models/gpt/experimental_attention_variant_module_specs.py). `--moe-layer-freq` and `--linear-attention-freq` take a list.
+
+verl hands
 `override_transformer_config` to Megatron-core's TransformerConfig (verl/workers/engine/megatron/transformer_impl.py).
 """
 
@@ -18,62 +26,87 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from math import gcd
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.interop.export.requirements import Written, computed_widths, skipping_values
 from gplan.interop.receiver_table import RECEIVERS
-from gplan.interop.receivers import DecoderLayers, decoder_of
+from gplan.interop.receivers import DecoderLayers, decoder_of, special_layers
 
+HYBRID = "--hybrid-layer-pattern"
+_PARTS = {  # of a block of a hybrid model, by its kind, in the letters of the pattern
+    "MambaBlock": "M", "AttentionBlock": "*", "PerceptronBlock": "-", "ExpertsBlock": "E",
+    "MambaDenseBlock": "M-", "MambaSparseBlock": "ME", "DenseBlock": "*-", "SparseBlock": "*E",
+}  # fmt: skip
 _ORDER_BY_FLAG = "tp-cp-ep-pp-dp"  # the one other order of groups that Megatron-LM's arguments can ask for
 _TITLE = RECEIVERS["megatron"].title
 
 
 def to_megatron(plan: Plan, profile: Profile | None) -> Written:
     """Arguments for a shell, one on a line."""
-    decoder = decoder_of(plan.layer_names, _TITLE)
+    decoder, widths = decoder_of(plan.layer_names, _TITLE), computed_widths(profile)
     _check_prediction(plan, decoder)
-    arguments = [
-        ("--num-layers", len(decoder.blocks)),
-        ("--pipeline-model-parallel-size", plan.num_devices),
-        ("--pipeline-model-parallel-layout", layout_of(plan, decoder)),
+    kinds = [profile.layers[i].kind for i in decoder.blocks] if profile is not None and widths else []
+    num_parts = _num_blocks(plan, decoder)
+    size = ("--pipeline-model-parallel-size", plan.num_devices)
+    arguments: list[tuple[str, str | int]] = [("--num-layers", len(decoder.blocks)), *_kinds(kinds), size]
+    if plan.num_devices > 1 or not widths:  # a layout is for two pipeline ranks or more
+        arguments.append(("--pipeline-model-parallel-layout", layout_of(plan, decoder)))
+    if "Mamba" in special_layers(profile):
+        ends = [0, *accumulate(num_parts)]
+        stages = ["".join(map(_PARTS.__getitem__, kinds[first:end])) for first, end in pairwise(ends)]
+        num_parts = [len(x) for x in stages]
+        arguments = [(HYBRID, "|".join(stages)), size]
+    arguments += [
         *([("--mtp-num-layers", len(decoder.prediction))] if decoder.prediction else []),
-        *([("--seq-length", widths["sequence_length"])] if (widths := computed_widths(profile)) else []),
+        *([("--seq-length", widths["sequence_length"])] if widths else []),
         ("--micro-batch-size", plan.microbatch_size),
         ("--global-batch-size", plan.batch_size),
-        *_recompute(plan, decoder),
-        *_widths(profile),
+        *_recompute(plan, num_parts),
+        *[(f"--{x.replace('_', '-')}", number) for x, number in _widths(profile).items()],
     ]
-    if plan.num_devices == 1 and widths:  # a layout is for two pipeline ranks or more
-        arguments = [x for x in arguments if x[0] != "--pipeline-model-parallel-layout"]
     lines = [f"{name} {shlex.quote(str(value))}" for name, value in arguments]
     # Multi-token prediction reads the embedding's weight too, without tying the head.
     if profile is not None and not any({0, len(profile.layers) - 1} <= {*x.layers} for x in profile.tied_weights):
         lines.append("--untie-embeddings-and-output-weights")
-    lines += _switches(profile)
+    lines += _switches(plan, profile)
     return " \\\n".join(lines) + "\n", _notes(plan, profile, decoder)
 
 
-def _widths(profile: Profile | None) -> list[tuple[str, str | int]]:
-    """The sizes of parallel groups beside the pipeline that are not 1."""
-    widths = computed_widths(profile)
-    names = {
-        "tensor": "--tensor-model-parallel-size",
-        "context": "--context-parallel-size",
-        "expert": "--expert-model-parallel-size",
-    }
-    found: list[tuple[str, str | int]] = [(names[x], widths[x]) for x in names if widths.get(x, 1) > 1]
-    if widths.get("expert_tensor", 1) != widths.get("tensor", 1):
-        found.append(("--expert-tensor-parallel-size", widths["expert_tensor"]))
+def _widths(profile: Profile | None) -> dict[str, int]:
+    """The sizes of parallel groups beside the pipeline, of a computed profile; those of experts where there are some."""
+    widths, names = computed_widths(profile), {"tensor": "tensor_model", "context": "context"}
+    if profile is not None and any("Sparse" in x.kind or "Experts" in x.kind for x in profile.layers):
+        names |= {"expert": "expert_model", "expert_tensor": "expert_tensor"}
+    return {f"{name}_parallel_size": widths[x] for x, name in names.items() if x in widths}
+
+
+def _kinds(kinds: Sequence[str]) -> list[tuple[str, str | int]]:
+    """Which blocks of a computed GPT model have experts, where not all have, and which have gated delta nets."""
+    experts, delta = ["Sparse" in x for x in kinds], ["DeltaNet" in x for x in kinds]
+    found: list[tuple[str, str | int]] = [("--moe-layer-freq", _list(experts))] if len({*experts}) > 1 else []
+    if any(delta):
+        found += [("--experimental-attention-variant", "gated_delta_net"), ("--linear-attention-freq", _list(delta))]
     return found
 
 
-def _switches(profile: Profile | None) -> list[str]:
-    """The flags without which the computed costs do not hold, and the usual overlap of the replicas' collectives."""
+def _list(flags: Sequence[bool]) -> str:
+    """
+    >>> _list([False] + [True] * 45), _list([True, True, False] * 2)
+    ('([0]*1+[1]*45)', '([1]*2+[0]*1)*2')
+    """
+    count = len(flags)
+    period = next(x for x in range(1, count + 1) if not count % x and [*flags] == [*flags[:x]] * (count // x))
+    runs = "+".join(f"[{int(x)}]*{len(list(run))}" for x, run in groupby(flags[:period]))
+    return f"({runs})" + f"*{count // period}" * (count > period)
+
+
+def _switches(plan: Plan, profile: Profile | None) -> list[str]:
+    """The flags without which the costs do not hold, and the usual overlap of the replicas' collectives."""
     widths = computed_widths(profile)
-    found = ["--sequence-parallel"] * (widths.get("tensor", 1) > 1)
+    found = ["--bf16"] * (plan.precision.name == "mixed") + ["--sequence-parallel"] * (widths.get("tensor", 1) > 1)
     if widths.get("data", 1) * widths.get("context", 1) > 1:
         found += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     if widths.get("expert", 1) > 1:  # the tokens go by all-to-all, and experts multiply theirs together
@@ -94,16 +127,17 @@ def to_verl(plan: Plan, profile: Profile | None) -> Written:
     overrides = {"pipeline_model_parallel_layout": f'"{layout_of(plan, decoder)}"'}
     if decoder.prediction:
         overrides["mtp_num_layers"] = str(len(decoder.prediction))
-    for name, value in _recompute(plan, decoder):
+    for name, value in _recompute(plan, _num_blocks(plan, decoder)):
         overrides[name.removeprefix("--").replace("-", "_")] = str(value)
-    lines = [f"{actor}.pipeline_model_parallel_size={plan.num_devices}"]
+    sizes = {"pipeline_model_parallel_size": plan.num_devices, **_widths(profile)}
+    lines = [f"{actor}.{name}={size}" for name, size in sizes.items()]
     if plan.num_stages > plan.num_devices:
         lines.append(f"{actor}.virtual_pipeline_model_parallel_size={plan.num_stages // plan.num_devices}")
     lines += [shlex.quote(f"+{actor}.override_transformer_config.{name}={value}") for name, value in overrides.items()]
     notes = (
         f"verl chooses the number of micro-batches by its own batch sizes; the plan has {plan.num_microbatches} of "
         f"{plan.microbatch_size} samples",
-        *_notes(plan, profile, decoder)[:1],
+        _letters(plan, decoder),
     )
     return " \\\n".join(lines) + "\n", notes
 
@@ -144,31 +178,44 @@ def _layout(stages: Sequence[str]) -> str:
     return f"{before}{written[-1]}L"
 
 
-def _recompute(plan: Plan, decoder: DecoderLayers) -> list[tuple[str, str | int]]:
-    """Recompute in chunks of blocks whose size divides every stage; one chunk per stage if stages are equal."""
+def _num_blocks(plan: Plan, decoder: DecoderLayers) -> list[int]:
+    """Of each stage."""
+    return [decoder.counts(x.first_layer, x.end_layer)[0] for x in plan.stages]
+
+
+def _recompute(plan: Plan, num_parts: Sequence[int]) -> list[tuple[str, str | int]]:
+    """Recompute in chunks of blocks, or of parts of a hybrid model, whose size divides every stage; one chunk per stage if stages are equal."""
     if plan.recompute == "never":
         return []
-    counts = [decoder.counts(x.first_layer, x.end_layer)[0] for x in plan.stages]
     return [
         ("--recompute-granularity", RECEIVERS["megatron"].recompute[plan.recompute]),
         ("--recompute-method", "uniform"),
-        ("--recompute-num-layers", gcd(*counts)),
+        ("--recompute-num-layers", gcd(*num_parts)),
     ]
+
+
+def _letters(plan: Plan, decoder: DecoderLayers) -> str:
+    names = plan.layer_names
+    return f"E stands for {', '.join(names[: decoder.blocks.start])}; L for {', '.join(names[decoder.head.start :])} and the loss"
 
 
 def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> list[str]:
-    names, head = plan.layer_names, decoder.head
+    special, widths = special_layers(profile), computed_widths(profile)
+    is_hybrid, least = "Mamba" in special, f" (at least {widths['sequence_length']})" if widths else ""
     notes = [
-        f"E stands for {', '.join(names[: decoder.blocks.start])}; L for {', '.join(names[head.start :])} and the loss",
+        f"{HYBRID} with | between stages needs a Megatron-LM after core 0.16, which runs equal numbers of layers on each rank; read in its "
+        "source, not run"
+        if is_hybrid
+        else _letters(plan, decoder),
+        "the flags of the model stand beside these, such as --hidden-size, --num-attention-heads, --group-query-attention, --swiglu, "
+        f"--num-experts or --max-position-embeddings{least}, and those of data and optimizer",
         f"{plan.num_microbatches} micro-batches follow from the batch sizes with data-parallel size {plan.num_replicas}; a pipeline has "
         f"{plan.num_devices} ranks, times those of tensor and context",
-        "Megatron-LM calls this argument experimental",
+        *["Megatron-LM calls the layout experimental"] * (not is_hybrid),
     ]
-    if widths := computed_widths(profile):
-        notes.append(
-            f"Megatron-LM asks for --max-position-embeddings too, of {widths['sequence_length']} at least; with learned positions it is their number"
-        )
-    if "--overlap-grad-reduce" in _switches(profile):
+    if "DeltaNet" in special and widths["context"] > 1:
+        notes.append("gated delta nets with context parallelism need a Megatron-LM after core 0.16")
+    if "--overlap-grad-reduce" in _switches(plan, profile):
         notes.append(
             "the plan counts the collectives of replicas behind the last backward; the two overlap flags hide some of them, so that a "
             "step may be shorter"
@@ -177,7 +224,7 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> list[
         notes.append(
             f"Megatron-LM has no argument for the order {order}: pass it to initialize_model_parallel as order="
         )
-    blocks = [] if profile is None else [profile.layers[i] for i in decoder.blocks]
+    blocks = [] if profile is None or widths else [profile.layers[i] for i in decoder.blocks]  # measured: whole ones
     kinds = dict.fromkeys(f"{x.kind} of {x.num_parameters} parameters" for x in blocks)
     if len(kinds) > 1:
         notes.append(f"t stands for blocks of several kinds ({', '.join(kinds)}): configure the model so")

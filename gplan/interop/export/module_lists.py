@@ -48,7 +48,9 @@ def to_torchtitan(plan: Plan, profile: Profile | None) -> Written:
         "data": "data_parallel_shard_degree",
     }  # fmt: skip
     split = computed_widths(profile)
-    widths = "".join(f"{degrees[x]}={split[x]},\n            " for x in degrees if split.get(x, 1) > 1)
+    widths = "".join(f"{degrees[x]}={split[x]},\n            " for x in degrees if split)
+    widths += "data_parallel_replicate_degree=1,\n            " if split else ""
+    length = f"seq_len={split['sequence_length']}, " if split else ""
     text = f'''from dataclasses import replace
 
 {imports}from torchtitan.trainer import Trainer
@@ -68,13 +70,13 @@ def planned(config: Trainer.Config) -> Trainer.Config:
             pipeline_parallel_microbatch_size={plan.microbatch_size},
             module_fqns_per_model_part=MODULES,
         ),
-        training=replace(config.training, local_batch_size={plan.num_microbatches * plan.microbatch_size}, disable_cuda_graphs=True),
+        training=replace(config.training, {length}local_batch_size={plan.num_microbatches * plan.microbatch_size}, disable_cuda_graphs=True),
         activation_checkpoint={recompute},
     )
 '''
     notes = [
         "pass the Trainer.Config of your model to planned(); torchtitan's own models and its transformers backend can be split",
-        f"newer versions of torchtitan use the names pipeline_parallel_module_fqns_per_model_part and num_pp_microbatches = {plan.num_microbatches}",
+        f"newer versions of torchtitan use the names pipeline_parallel_module_fqns_per_model_part, num_pp_microbatches = {plan.num_microbatches} and max_context_length",
     ]
     if is_hugging_face:
         notes.append(
@@ -116,6 +118,7 @@ def to_automodel(plan: Plan, profile: Profile | None) -> Written:
     notes = (
         f"pp_size is {plan.num_devices} in the device mesh; the same keys serve in a YAML recipe under distributed, those of PIPELINE under "
         "distributed.pipeline",
+        *([f"the data set makes samples of {widths['sequence_length']} tokens (its seq_length)"] if widths else []),
         *schedule.notes,
     )
     return text, notes

@@ -58,6 +58,12 @@ def quoted(names: Sequence[str]) -> str:
     return json.dumps(list(names), ensure_ascii=False)
 
 
+def widths_of_model(profile: Profile | None, title: str) -> list[str]:
+    """A note on the widths of a computed profile for a trainer that has only a pipeline and replicas; nothing where they are 1."""
+    found = [f"{x} {y}" for x, y in computed_widths(profile).items() if x in ("tensor", "context", "expert") and y > 1]
+    return [f"the plan counts with {', '.join(found)}, which {title} leaves to the model itself"] if found else []
+
+
 def computed_widths(profile: Profile | None) -> dict[str, int]:
     """The widths of a computed profile by their names, such as tensor; none of a measured one."""
     if profile is None or not profile.sums_in_place:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
-from gplan.interop.export.requirements import Written, quoted, stage_comments
+from gplan.interop.export.requirements import Written, quoted, stage_comments, widths_of_model
 from gplan.interop.receivers import modules_of, plain_schedule
 from gplan.schedules.registry import schedule_info
 from gplan.simulation.simulator import schedule_of
@@ -134,6 +134,7 @@ def make_schedule(pipe, rank, device, loss_fn):
         f"pipe.num_stages must then be {plan.num_stages}",
         f"make_schedule(pipe, rank, device, loss_fn).step(...) on each of {plan.num_devices} ranks trains a batch of "
         f"{plan.batch_size} samples",
+        *widths_of_model(profile, "torch.distributed.pipelining"),
         *schedule.notes,
     )
     return text, notes

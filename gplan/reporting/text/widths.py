@@ -1,10 +1,13 @@
-"""What a search over widths found, as lines of the terminal: the choice, those after it, and what was ruled out."""
+"""What a search over widths found: the choice, those after it, and what was ruled out, as fields and as lines of the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from gplan.core.units import bytes_text, counted, percent_text, seconds_text
+from gplan.interop.receivers import receiver_named
+from gplan.interop.width_choices import Choice
 from gplan.interop.width_search import ChosenWidths, PlannedChoice
 from gplan.reporting.text.plan import reserved_text
 from gplan_profiler.analytic.decoder_config import Widths
@@ -12,13 +15,84 @@ from gplan_profiler.analytic.decoder_config import Widths
 _NUM_SHOWN = 10
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A setting that was compared; without a partition, `step_s` is a lower bound."""
+
+    choice: Choice
+    step_s: float
+    peak_bytes: int | None  # of tensors on the fullest device; None: without a partition
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of each device."""
+        split = self.choice.widths
+        tokens = self.choice.num_microbatches * self.choice.microbatch_size * split.data * split.sequence_length
+        return tokens / self.step_s / split.devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Of the layout that was chosen."""
+
+    step_s: float
+    lower_bound_s: float  # of all settings that were allowed
+    tokens_per_s_per_device: float
+    peak_bytes: int  # of tensors on the fullest device
+    reserved_bytes: int | None  # that its allocator reserves; None: not known
+    needed_bytes: int  # with what CUDA and NCCL take beside it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutResult:
+    """A layout as scripts read it: the trainer's text, and what the terminal shows beside it."""
+
+    format: str
+    text: str
+    notes: tuple[str, ...]
+    choice: Choice  # widths, in devices, and how they are run
+    prediction: Prediction | None  # None: the model is served, not trained
+    alternatives: tuple[Alternative, ...]
+    ruled_out: dict[str, int]  # settings, by the reason
+
+    @classmethod
+    def of(cls, chosen: ChosenWidths, *, format: str, text: str, notes: tuple[str, ...]) -> LayoutResult:
+        """The fields of what was chosen."""
+        plan, prediction = chosen.plan, None
+        if not receiver_named(chosen.receiver).serves:
+            prediction = Prediction(
+                step_s=chosen.best.step_s, lower_bound_s=chosen.lower_bound_s, tokens_per_s_per_device=_of(chosen.best).tokens_per_s,
+                peak_bytes=plan.peak_bytes, reserved_bytes=max(plan.reserved_bytes, default=None),
+                needed_bytes=plan.device_total_bytes,
+            )  # fmt: skip
+        return cls(
+            format=format, text=text, notes=notes, choice=chosen.best.choice, prediction=prediction,
+            alternatives=tuple(alternatives(chosen)[1:]), ruled_out=dict(chosen.ruled_out),
+        )  # fmt: skip
+
+
+def _of(one: PlannedChoice) -> Alternative:
+    return Alternative(choice=one.choice, step_s=one.step_s, peak_bytes=one.peak_bytes)
+
+
+def alternatives(chosen: ChosenWidths) -> list[Alternative]:
+    """The best setting of each set of widths, the chosen one first; those without a partition come last."""
+    of_widths = dict[Widths, PlannedChoice]()
+    for one in chosen.planned:
+        of_widths.setdefault(one.choice.widths, one)
+    found = [_of(x) for x in of_widths.values()]
+    found += [Alternative(choice=x, step_s=bound_s, peak_bytes=None) for x, bound_s in chosen.unplanned]
+    return found[:_NUM_SHOWN]
+
+
 def widths_text(chosen: ChosenWidths) -> Iterator[str]:
-    """The lines, best first."""
-    best, choice = chosen.best, chosen.best.choice
-    split, devices = choice.widths, counted(choice.widths.devices, "device")
-    tokens = choice.num_microbatches * choice.microbatch_size * split.data * split.sequence_length
+    """The lines, best first; none of a model that is served, not trained."""
+    if receiver_named(chosen.receiver).serves:
+        return
+    best, every = chosen.best, alternatives(chosen)
+    devices = counted(best.choice.widths.devices, "device")
     yield (
-        f"predicted: a step of {seconds_text(best.step_s)}, {tokens / best.step_s / split.devices:,.0f} tokens/s for each of {devices}, "
+        f"predicted: a step of {seconds_text(best.step_s)}, {every[0].tokens_per_s:,.0f} tokens/s for each of {devices}, "
         f"at most {bytes_text(best.peak_bytes)} of tensors on one"
     )
     if reserved := reserved_text(chosen.plan):
@@ -27,18 +101,14 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
         return
     yield f"the best found of {chosen.num_choices} settings; by this model no other is more than {percent_text(chosen.gap)} faster"
     yield "the best of each set of widths: its step, and what tensors take on the fullest device"
-    of_widths = dict[Widths, PlannedChoice]()
-    for one in chosen.planned:
-        of_widths.setdefault(one.choice.widths, one)
-    planned = list(of_widths.values())[:_NUM_SHOWN]
-    for place, one in enumerate(planned, 1):
+    for place, one in enumerate(every, 1):
+        if one.peak_bytes is None:
+            if every[place - 2].peak_bytes is not None:
+                yield "the same without a partition, by a lower bound of the step:"
+            yield f"      {one.choice}: at least {seconds_text(one.step_s)}"
+            continue
         slower = f", {percent_text(one.step_s / best.step_s - 1)} slower" if one.step_s > best.step_s else ""
         yield f"  {place:2}. {one.choice}: {seconds_text(one.step_s)}{slower}, {bytes_text(one.peak_bytes)}"
-    unplanned = chosen.unplanned[: _NUM_SHOWN - len(planned)]
-    if unplanned:
-        yield "the same without a partition, by a lower bound of the step:"
-    for choice, bound_s in unplanned:
-        yield f"      {choice}: at least {seconds_text(bound_s)}"
     if chosen.ruled_out:
         yield "why the others are not in the list:"
     for reason, count in chosen.ruled_out.most_common():

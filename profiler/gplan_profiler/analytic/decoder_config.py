@@ -19,6 +19,7 @@ import msgspec
 
 from gplan.core.errors import FileError, UsageError
 from gplan_profiler.analytic.decoder_keys import decoder_values
+from gplan_profiler.analytic.expected_errors import DENSE, HYBRID, MIXTURE
 
 _TABLE = Path(__file__).with_name("decoders.toml")
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -289,6 +290,13 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_experts or self.n_routed_experts or self.num_local_experts
 
     @property
+    def kind(self) -> str:
+        """The kind of model whose published runs resemble its own."""
+        if "linear_attention" in map(self._kind, range(self.num_hidden_layers)):
+            return HYBRID
+        return MIXTURE if self.routed_experts else DENSE
+
+    @property
     def num_gates(self) -> int:
         """Values of a perceptron's first product for each of its intermediate size."""
         return 1 + self.is_gated
@@ -378,6 +386,11 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         """The products of an indexer: queries from the latent ones, and one key with a weight for each head."""
         size = self.index_head_dim
         return (self.q_lora_rank, self.index_n_heads * size), (self.hidden_size, size + self.index_n_heads)
+
+    @property
+    def linear_name(self) -> str:
+        """What its linear attention is: a Mamba-2 layer, a gated delta net or lightning attention."""
+        return "DeltaNet" if self.linear_is_delta else "Mamba" if self.linear_num_decays else "Lightning"
 
     @property
     def linear_heads(self) -> int:

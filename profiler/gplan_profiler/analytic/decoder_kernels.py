@@ -309,7 +309,7 @@ class LayerKernels:
         num_norms = len(found) * (model.num_block_norms // 2) or 1
         return Part(
             name=name,
-            kind={"sparse": "SparseBlock", "dense": "DenseBlock"}.get(kind.feed, "AttentionBlock"),
+            kind=self._kind_name(kind),
             kernels=tuple(y for x in branches for y in x),
             branches=tuple(map(len, branches)),
             parameters=num_norms * model.norm_values + sum(x.values for x in found) + sum(map(prod, matrices)) // split,
@@ -318,6 +318,18 @@ class LayerKernels:
             matrices=tuple(prod(x) // split for x in matrices),
             output=self.hidden_bytes,
         )
+
+    def _kind_name(self, kind: BlockKind) -> str:
+        """The parts of a block as the name of a class: norms that are not before its branches, a mixer, a perceptron or experts.
+
+        Attention is not named beside a perceptron or experts: `DenseBlock`, `SparseBlock`.
+        """
+        model = self.decoder
+        norms = "PostNorm" if model.norms_after else "SandwichNorm" if model.num_block_norms > 2 else ""
+        if not kind.mixer:
+            return norms + {"dense": "PerceptronBlock", "sparse": "ExpertsBlock"}[kind.feed]
+        mixer = model.linear_name if kind.mixer == "linear_attention" else "" if kind.feed else "Attention"
+        return f"{norms}{mixer}{kind.feed.title()}Block"
 
     def _with_norms(self, kernels: tuple[Kernel, ...], *, is_first: bool) -> tuple[Kernel, ...]:
         """A branch with the norms of its input and its result; the block's input is kept by the layer before."""

@@ -11,7 +11,7 @@ the widths, by `collectives`; other trainers differ as `trainers` says. Left out
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from math import prod
 
@@ -54,6 +54,9 @@ class DecoderProfile:
     trainer: Trainer = MEGATRON
     products: str = DTYPE  # in which the layers' products multiply, such as "float8"
     reduction_hidden: float = 0.0  # share of the replicas' collectives that run beside computing
+    receiver: str = field(
+        default="", repr=False
+    )  # the trainer that runs it, where another one is priced; "": `trainer`
 
     def parts(self, microbatch_size: int = 1) -> tuple[Part, ...]:
         """Embedding, blocks, multi-token prediction, and the head with norm and loss."""
@@ -158,7 +161,9 @@ class DecoderProfile:
                 f"computed from the sizes of {self.name} for {self.hardware.name}, samples of {self.widths.sequence_length:,} tokens; nothing was built or measured",
                 *self.decoder.unused,
             ),
-            plan_notes=(expected_error(self.trainer.name, self.hardware.name),),
+            plan_notes=(
+                expected_error(self.trainer.name, self.hardware.name, kind=self.decoder.kind, receiver=self.receiver),
+            ),
             precision=Precision.named("mixed"),
         )
 
