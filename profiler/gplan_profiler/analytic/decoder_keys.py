@@ -148,7 +148,7 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
                 refused.append(key)
     if refused:
         names = [x for x in (*known, *renamed) if x not in flat]
-        near = [
+        alike = [
             f"did you mean {y[0]} by {x}? Then correct it in the file; "
             for x in refused
             if (y := get_close_matches(x, names, n=1, cutoff=_ALIKE))
@@ -156,7 +156,7 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
         without = " ".join(f"--set {x}=null" for x in refused)
         raise ValueError(
             f"has {', '.join(refused)}, which may change what layers compute and {'are' if refused[1:] else 'is'} not computed; "
-            f"{''.join(near)}if the layers are those of {name} without, give {without}; else profile the model itself with "
+            f"{''.join(alike)}if the layers are those of {name} without, give {without}; else profile the model itself with "
             "gplan profile --device meta"
         )
     held = {*values, *(["experts"] if values.keys() & {"num_experts", "num_local_experts", "n_routed_experts"} else [])}

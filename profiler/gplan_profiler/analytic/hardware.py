@@ -300,10 +300,10 @@ def _check(entry: _Entry, place: str) -> None:
                 f"{place}: {key} is {value:g}; expected {least:g} or more: bytes and flops, not GB or Tflop"
             )
     if entry.network and entry.network.bytes_per_s > MOST_OF_CARD:
-        rate = entry.network.bytes_per_s
+        found = entry.network.bytes_per_s
         raise FileError(
-            f"{place}: network.bytes_per_s is {rate:g}, more than any card has; if these are bits, write network = "
-            f'"{rate / 1e9:g}Gb/s"'
+            f"{place}: network.bytes_per_s is {found:g}, more than any card has; if these are bits, write network = "
+            f'"{found / 1e9:g}Gb/s"'
         )
     latencies = {f"{name}.latency_s": link.latency_s for name, link in links.items() if link}
     for key, value in ({"launch_s": entry.launch_s} | latencies).items():
