@@ -257,8 +257,9 @@ def test_attention_to_a_window_is_counted_by_pairs_of_tokens(tmp_path: Path) -> 
             "has hc_mult, .* is not computed; if the layers are those of llama without, give --set hc_mult=null",
         ),
         (
-            {"num_key_values_heads": 2, "rms_normeps": 1},
-            "not computed; did you mean num_key_value_heads by num_key_values_heads. Then correct it in the file; if .* give --set num_key",
+            {"num_key_values_heads": 2, "gate": 1},
+            r"did you mean num_key_value_heads by num_key_values_heads\? Then give --set num_key_value_heads=2 "
+            "--set num_key_values_heads=null; if the layers are those of llama without, give --set gate=null; else",
         ),
         ({"gate": "swish", "fold": [2]}, "has gate, fold"),
         ({"hybrid_override_pattern": "M-M*"}, "has hybrid_override_pattern"),

@@ -148,16 +148,16 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
                 refused.append(key)
     if refused:
         names = [x for x in (*known, *renamed) if x not in flat]
-        alike = [
-            f"did you mean {y[0]} by {x}? Then correct it in the file; "
-            for x in refused
-            if (y := get_close_matches(x, names, n=1, cutoff=_ALIKE))
-        ]
-        without = " ".join(f"--set {x}=null" for x in refused)
+        alike = {x: y[0] for x in refused if (y := get_close_matches(x, names, n=1, cutoff=_ALIKE))}
+        meant = "".join(
+            f"did you mean {y} by {x}? Then give --set {y}={msgspec.json.encode(flat[x]).decode()} --set {x}=null; "
+            for x, y in alike.items()
+        )
+        others = [x for x in refused if x not in alike]
+        without = f"if the layers are those of {name} without, give {' '.join(f'--set {x}=null' for x in others)}; "
         raise ValueError(
             f"has {', '.join(refused)}, which may change what layers compute and {'are' if refused[1:] else 'is'} not computed; "
-            f"{''.join(alike)}if the layers are those of {name} without, give {without}; else profile the model itself with "
-            "gplan profile --device meta"
+            f"{meant}{without if others else ''}else profile the model itself with gplan profile --device meta"
         )
     held = {*values, *(["experts"] if values.keys() & {"num_experts", "num_local_experts", "n_routed_experts"} else [])}
     if missing := [x for x in family["needs"] if x not in held]:
