@@ -723,7 +723,9 @@ def main() -> None:
         )
         report = Path(__file__).resolve().parents[1] / "reports" / "public-models" / "README.md"
         report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(head + "\n".join(rows_) + "\n")
+        old = report.read_text() if report.exists() else ""
+        _, heading, later = old.partition("\n## ")  # sections made by other means
+        report.write_text(head + "\n".join(rows_) + "\n" + heading + later)
 
 
 if __name__ == "__main__":

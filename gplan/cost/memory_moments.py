@@ -34,7 +34,7 @@ import numpy as np
 from gplan.core import ActionKind, RecomputeMode, Schedule, StageMemory, is_recomputed
 from gplan.core.plan import StageBytes
 from gplan.cost.part_table import PARTS, rows_of
-from gplan.graph.down_sets import Bools, Floats, Ints
+from gplan.graph.down_sets import Bools, Ints
 from gplan.schedules.one_f_one_b import NUM_WARMUP
 from gplan.schedules.registry import make_schedule
 from gplan.schedules.transfers import RECEIVES_AHEAD, receives, sends
@@ -126,7 +126,8 @@ def peak_moments(
     counts = every.counts[kept]
     apart = counts.copy()  # pending bytes may be negative, but not those of a pending micro-batch with its stash
     apart[:, :, PARTS.index("stash")] -= counts[:, :, PARTS.index("pending")]
-    flat = apart.reshape(len(kept), -1)
+    updating = counts[:, :, PARTS.index("optimizer_workspace")]  # negative where replicas free what they gathered
+    flat = np.concatenate([apart.reshape(len(kept), -1), -updating], axis=1)
     left = np.sort(kept[undominated(-flat[:, flat.max(axis=0) > flat.min(axis=0)])])
     return Moments(tuple(every.actions[i] for i in left), every.counts[left])
 
@@ -287,25 +288,25 @@ def _line_ends(rows: Ints) -> Ints:
 _CHUNK = 512  # rows compared at once
 
 
-def undominated(rows: Floats | Ints, *, slack: float = 0) -> Ints:
+def undominated(rows: Ints) -> Ints:
     """Indices of rows, [N, D], that no other one matches or beats in every number; smaller is better.
 
-    A number that is larger by up to `slack` still matches. Of equal rows the first is kept.
+    Of equal rows the first is kept.
     """
     order = np.argsort(rows.sum(axis=1), kind="stable")  # a row comes after those that dominate it
     kept = order[:0]
     for start in range(0, len(order), _CHUNK):
         chunk = order[start : start + _CHUNK]
-        chunk = chunk[~_at_most(rows[chunk], rows[kept], slack).any(axis=1)]
+        chunk = chunk[~_at_most(rows[chunk], rows[kept]).any(axis=1)]
         earlier = np.tri(len(chunk), k=-1, dtype=np.bool_)
-        inside = _at_most(rows[chunk], rows[chunk], slack) & earlier
+        inside = _at_most(rows[chunk], rows[chunk]) & earlier
         kept = np.concatenate([kept, chunk[~inside.any(axis=1)]])
     return kept
 
 
-def _at_most(rows: Floats | Ints, others: Floats | Ints, slack: float) -> Bools:
+def _at_most(rows: Ints, others: Ints) -> Bools:
     """[rows, others]: whether the other row is nowhere larger."""
     at_most = np.ones((len(rows), len(others)), dtype=np.bool_)
     for mine, theirs in zip(rows.T, others.T, strict=True):
-        at_most &= theirs[None, :] <= mine[:, None] + slack
+        at_most &= theirs[None, :] <= mine[:, None]
     return at_most

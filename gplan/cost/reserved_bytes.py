@@ -32,6 +32,7 @@ CONTEXT_BYTES = 500_000_000 + NCCL_BYTES
 
 Allocator = TypeVar("Allocator", bound=CachingAllocator)
 
+_MORE_IN_VAIN = 2  # times what other devices reserve in vain: a device is taken to reserve no more than that
 _MORE = 4  # micro-batches than devices are replayed
 
 
@@ -64,14 +65,18 @@ def beside_bytes(profile: Profile) -> int:
 
 
 def bytes_over(plan: Plan, profile: Profile, limit: int) -> int:
-    """How much too little memory devices of so many bytes have for a plan, by the first, the last and the fullest device.
+    """How much too little memory devices of so many bytes have for a plan; 0 or less where it fits.
 
-    0 or less where it fits, or where what is reserved is not known.
+    Replayed are the first and the last device, then others by falling peak, until none can reserve more than those before,
+    if at most twice as much is reserved in vain. Negative where what is reserved is not known.
     """
     peaks = plan.device_peak_bytes
-    devices = sorted({0, len(peaks) - 1, peaks.index(max(peaks))})
-    most = max(device_reserved_bytes(plan, profile, devices), default=None)
-    return 0 if most is None else most + beside_bytes(profile) - limit
+    most = in_vain = 0
+    for device in dict.fromkeys([0, len(peaks) - 1, *sorted(range(len(peaks)), key=lambda x: -peaks[x])]):
+        if peaks[device] + _MORE_IN_VAIN * in_vain > most:
+            reserved = sum(device_reserved_bytes(plan, profile, [device]))
+            most, in_vain = max(most, reserved), max(in_vain, reserved - peaks[device])
+    return most + beside_bytes(profile) - limit
 
 
 def device_reserved_bytes(plan: Plan, profile: Profile, devices: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -4,16 +4,12 @@ A node is a prefix, the first s stages. A sweep grows all nodes by one stage at 
 beat the best plan known, and keeps at most `width` of the others, the most promising. If none was left out, the best
 plan is proven optimal; otherwise the smallest bound left out says how much better a plan could be, and the next sweep
 is wider, until the time is up. Nodes are bounded by their goal (`goals.py`: a simulation, the loads or the memory so
-far) and by weights (`lagrangian.py`); some make others pointless by their labels.
+far) and by weights (`lagrangian.py`).
 
 A plan whose value is within a limit is made of candidates that are within bounds which follow from the limit. Mostly the
 candidates within the value of a good plan are few, and one search settles it. Where they are too many, the limit starts
 just above the least possible value and rises: a limit without a plan raises the bound; the best plan of the first limit
 that has one within it is the optimum.
-
-Where stages and micro-batches are many and partitions few, all are bounded instead (`_all_bounded`): the step of a partition
-is at least its longest path, and any path is a sum over its stages, so the longest path of one partition bounds all others
-at the cost of a sum. The partition with the smallest bound is simulated next, until none is below the best one.
 
 Exact up to rounding: plans within 1e-12 of each other count as equal; ties are settled by moving single cuts only. The
 worst case is exponential in K.
@@ -28,8 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gplan.cost.memory_moments import undominated
-from gplan.graph.down_sets import Bools, Floats, Ints
+from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.batch_simulation import num_at_once
 from gplan.partition.candidates import (
     CandidateLimit,
@@ -56,15 +51,10 @@ _RISES = (
 )  # fmt: skip
 _NARROW = 1.5  # times the longest stage of the best plan known: the stages that are looked at where all are too many
 _SLACK = 1e-9  # share by which a bound may be off
-_LABEL_SLACK = 1e-13  # share of the value by which a label may be worse and still be dominant
 _FIRST_WIDTH = 64
 _WIDER = 8  # times, from sweep to sweep
 _NUM_LEAVES = 256  # complete prefixes that are simulated to choose among
 _MOST_AT_ONCE = 16384  # nodes grown at once
-_MANY_ACTIONS = 2048  # stages times micro-batches, from which few partitions are bounded by paths
-_FEW_PARTITIONS = 20_000
-_FEW_S = 1.0  # that these may take at least: mostly they are settled by then, and preparing them takes longer
-_NUM_CHECKED = 256  # partitions whose memory is looked at together
 _NUM_BLENDED = 17  # plans, to begin a search for a peak that is small enough with
 _BURST = 25  # rounds of play, after which a partition is tried
 _NUM_BURSTS = 16
@@ -107,7 +97,6 @@ class Search:
     problem: Problem
     goal: type[Goal]
     enough: float | None = None  # stop at the first value up to this; None: search for the smallest
-    num_even_plans: int = 1  # plans with even stages that are looked at to begin with
 
     @property
     def least(self) -> float:
@@ -254,12 +243,6 @@ class SearchSpace:
         """The least value of every partition."""
         return float(self.through[0].min(initial=np.inf))
 
-    def fits(self, paths: Ints) -> Bools:
-        """[N]: whether partitions, [N, S], fit the memory."""
-        if not self.search.checks_devices:
-            return np.ones(len(paths), dtype=np.bool_)
-        return self._limits.fits(paths)
-
     def narrowed(self, incumbent: Incumbent) -> SearchSpace | None:
         """The space of the candidates that a plan worth having could take; None where there is none."""
         worth = incumbent.worth * (1.0 + _SLACK)
@@ -267,8 +250,8 @@ class SearchSpace:
         return self._among(on_paths(kept, self.search.problem.costs.num_positions))
 
     def begun(self, incumbent: Incumbent, *, deadline_s: float) -> tuple[SearchSpace | None, Incumbent]:
-        """The space of what fits the memory, narrowed before and after moves from the incumbent and from some plans with
-        even stages, with the bound of all its paths; None where nothing better is in it."""
+        """The space of what fits the memory, narrowed before and after moves from the incumbent or the plan with even
+        stages, with the bound of all its paths; None where nothing better is in it."""
         space = self.narrowed(incumbent)
         if space is not None:
             space = space._among(self.search.fitting(space.candidates))
@@ -299,8 +282,7 @@ class SearchSpace:
     def root(self) -> Nodes:
         """The empty prefix."""
         none: Ints = np.zeros((1, 0), dtype=np.int64)
-        first, bounds = np.zeros(1), np.array([self.whole])
-        return Nodes(paths=none, last_end=none.sum(axis=1), added=first, bounds=bounds, labels=first[:, None])
+        return Nodes(paths=none, last_end=none.sum(axis=1), added=np.zeros(1), bounds=np.array([self.whole]))
 
     def grow(self, parents: Nodes, children: Ints) -> Nodes:
         """Each parent with one more stage, bounded; those that do not fit by infinity."""
@@ -311,10 +293,8 @@ class SearchSpace:
         bounds = np.maximum(bounds, self.through[stage][children])
         there = np.flatnonzero(self._limits.may_fit(paths)) if self.search.checks_devices else np.arange(len(paths))
         least = np.full(len(paths), np.inf)
-        least[there], known = self.goal.of_prefixes(paths[there])
-        has_labels = known is not None and not self.search.checks_devices
-        labels = known if known is not None and has_labels else np.zeros((len(paths), 0))
-        return Nodes(paths=paths, last_end=end, added=added, bounds=np.maximum(bounds, least), labels=labels)
+        least[there] = self.goal.of_prefixes(paths[there])
+        return Nodes(paths=paths, last_end=end, added=added, bounds=np.maximum(bounds, least))
 
     @cached_property
     def _limits(self) -> DeviceMemoryLimits:
@@ -324,7 +304,7 @@ class SearchSpace:
         return None if candidates is None else replace(self, bounds=self.bounds.among(candidates))
 
     def _started(self, incumbent: Incumbent, deadline_s: float) -> Incumbent:
-        """The best of moves from the incumbent and from some plans with even stages; the most even one comes last.
+        """What moves make of the incumbent, or of the plan with even stages if that is better.
 
         Where a value is good enough, the plan with the most even loads that has it is taken.
         """
@@ -333,19 +313,15 @@ class SearchSpace:
             enough = next((x for x in blended if x.value <= self.search.enough), None)
             if enough is not None:
                 return enough
-        num_even_plans = self.search.num_even_plans
-        even_plans = self._plans(self.bounds.even_paths(num_even_plans), incumbent)
+        even_plans = self._plans([self.bounds.even_path()], incumbent)
         start = min([incumbent, *even_plans], key=lambda x: x.value)
-        found = self.search.polished(self.goal, start, deadline_s)
-        if num_even_plans == 1 or not even_plans or even_plans[0] is start or self.search.is_settled(found):
-            return found
-        other = self.search.polished(self.goal, even_plans[0], deadline_s)
-        return min(found, other, key=lambda x: x.value)
+        return self.search.polished(self.goal, start, deadline_s)
 
     def _plans(self, paths: Sequence[Ints], incumbent: Incumbent) -> list[Incumbent]:
         """Those of some partitions that fit, with all else that is known."""
         every = np.array(paths)
-        every = every[self.fits(every)]
+        if self.search.checks_devices:
+            every = every[self._limits.fits(every)]
         pairs = zip(every, self.goal.values(every).tolist(), strict=True)
         return [replace(incumbent, ends=ends_of(self.candidates, path), value=value) for path, value in pairs]
 
@@ -358,7 +334,6 @@ class Nodes:
     last_end: Ints  # [N]: the position at which the next stage begins
     added: Floats  # [N]: what the stages add to the weighted mean
     bounds: Floats  # [N]
-    labels: Floats  # [N, D]; no numbers where prefixes are not compared
 
     def __len__(self) -> int:
         return len(self.bounds)
@@ -372,15 +347,6 @@ class Nodes:
         """Some of the nodes."""
         return Nodes(**{x.name: getattr(self, x.name)[index] for x in fields(self)})
 
-    def undominated(self) -> Nodes:
-        """The nodes whose labels no other one with the same end matches or beats in every number; all without labels."""
-        if not self.labels.shape[1]:
-            return self
-        slack = _LABEL_SLACK * float(self.bounds.max(initial=0.0))
-        order = np.argsort(self.last_end, kind="stable")
-        by_end = np.split(order, np.flatnonzero(np.diff(self.last_end[order])) + 1)
-        return self.take(np.concatenate([some[undominated(self.labels[some], slack=slack)] for some in by_end]))
-
     @classmethod
     def joined(cls, parts: list[Nodes]) -> Nodes:
         """All nodes of all parts."""
@@ -391,11 +357,6 @@ def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: fl
     """What is known after a search of the space: sweeps over prefixes, each wider than the one before."""
     search = space.search
     left, incumbent = space.begun(incumbent, deadline_s=deadline_s)
-    if left is not None and not search.is_settled(incumbent):
-        is_large = search.problem.num_stages * search.problem.num_microbatches >= _MANY_ACTIONS
-        every = all_paths(left.candidates, most=_FEW_PARTITIONS) if is_large else None
-        if every is not None:
-            incumbent = _all_bounded(left, every, incumbent, deadline_s=max(deadline_s, time.perf_counter() + _FEW_S))
     width = _FIRST_WIDTH
     while left is not None and not search.is_settled(incumbent) and time.perf_counter() < deadline_s:
         incumbent = sweep(left, incumbent, width=width, deadline_s=deadline_s)
@@ -409,46 +370,6 @@ def branch_and_bound(space: SearchSpace, incumbent: Incumbent, *, deadline_s: fl
     return search.polished(left.goal, incumbent, deadline_s)
 
 
-def all_paths(candidates: Sequence[Candidates], *, most: int) -> Ints | None:
-    """[N, S]: the candidates of every partition, all of which are on paths; None where there are more than `most`."""
-    size = int(candidates[-1].end[-1]) + 1
-    num_ways: Floats = np.equal(np.arange(size), size - 1).astype(np.float64)
-    for some in reversed(candidates):
-        num_ways = np.asarray(np.bincount(some.first, weights=num_ways[some.end], minlength=size))
-    if num_ways[0] > most:
-        return None
-    paths, ends = np.zeros((1, 0), dtype=np.int64), np.zeros(1, dtype=np.int64)
-    for some in candidates:
-        parents, children = _pairs(some, ends)
-        paths, ends = np.column_stack([paths[parents], children]), some.end[children]
-    return paths
-
-
-def _all_bounded(space: SearchSpace, paths: Ints, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
-    """What is known after the most promising of all partitions, [N, S], were looked at, until the time is up."""
-    goal, candidates = space.goal, space.candidates
-    figures, stages = [goal.figures(stage) for stage in range(len(candidates))], range(len(candidates))
-    least, is_checked = np.zeros(len(paths)), np.zeros(len(paths), dtype=np.bool_)
-    while time.perf_counter() < deadline_s and least.min() * (1 + ROUNDING) < incumbent.worth:
-        index = int(least.argmin())
-        if not is_checked[index]:
-            some = np.flatnonzero(~is_checked)
-            some = some[np.argsort(least[some], kind="stable")[:_NUM_CHECKED]]
-            is_checked[some] = True
-            least[some[~space.fits(paths[some])]] = np.inf
-            continue
-        weights = goal.heaviest(np.array([figures[s][:, paths[index, s]] for s in stages]))
-        sums = np.zeros(len(paths))
-        for s in stages:
-            sums += (weights[s] @ figures[s])[paths[:, s]]
-        value = float(goal.values(paths[index : index + 1])[0])  # with tied weights it can be above its own sum
-        least = np.maximum(least, sums)
-        least[index] = max(least[index], value)
-        if value < incumbent.value:
-            incumbent = replace(incumbent, ends=ends_of(candidates, paths[index]), value=value)
-    return incumbent.bounded(float(least.min()) * (1 + ROUNDING))
-
-
 def sweep(space: SearchSpace, incumbent: Incumbent, *, width: int, deadline_s: float) -> Incumbent:
     """What is known after growing prefixes to partitions, at most `width` of them at a time."""
     nodes, left_out = space.root(), float("inf")
@@ -458,7 +379,7 @@ def sweep(space: SearchSpace, incumbent: Incumbent, *, width: int, deadline_s: f
             return incumbent
         if not parts:
             return incumbent.bounded(left_out)
-        nodes = Nodes.joined(parts).undominated()
+        nodes = Nodes.joined(parts)
         order = np.argsort(nodes.bounds, kind="stable")
         left_out = min(left_out, float(nodes.bounds[order[width:]].min(initial=np.inf)))
         nodes = nodes.take(order[:width])

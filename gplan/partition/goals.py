@@ -65,12 +65,8 @@ class Goal(ABC):
         """[N]: the largest sums of N partitions, [N, S]."""
 
     @abstractmethod
-    def of_prefixes(self, paths: Ints) -> tuple[Floats, Floats | None]:
-        """[N]: a lower bound of every partition that begins with these stages, [N, s]; its value, if they are all; [N, D]: labels.
-
-        A prefix is dominated by one with the same end and no larger label. None where labels would be too many, such as
-        the times of all micro-batches or what is held at every moment.
-        """
+    def of_prefixes(self, paths: Ints) -> Floats:
+        """[N]: a lower bound of every partition that begins with these stages, [N, s]; its value, if they are all."""
 
     def through(self) -> list[Floats] | None:
         """[E] for each stage: the least value of every partition that takes this candidate; None where that is not known."""
@@ -112,11 +108,11 @@ class StepGoal(Goal):
         """[N]: the steps."""
         return steps_s(self.problem, self.candidates, paths)
 
-    def of_prefixes(self, paths: Ints) -> tuple[Floats, Floats | None]:
-        """Of simulated prefixes, without labels."""
+    def of_prefixes(self, paths: Ints) -> Floats:
+        """Of simulated prefixes."""
         times = window_times(self.candidates, paths)
         delay = self._bounds.delay_after(paths.shape[1] - 1, paths[:, -1])
-        return simulate_window(self.problem, times, first_stage=0, delay=delay).optimizer_s, None
+        return simulate_window(self.problem, times, first_stage=0, delay=delay).optimizer_s
 
     def through(self) -> list[Floats]:
         """[E] for each stage: what its own order takes with pure delays around it, or that of others does at least."""
@@ -168,12 +164,11 @@ class LoadGoal(Goal):
         """[N]: the largest loads."""
         return np.asarray(self._loads(paths).max(axis=1))
 
-    def of_prefixes(self, paths: Ints) -> tuple[Floats, Floats]:
-        """With the least of each stage that is to come; the labels are what each device does so far."""
+    def of_prefixes(self, paths: Ints) -> Floats:
+        """With the least of each stage that is to come."""
         so_far, least = paths.shape[1], [float(some.load_s.min()) for some in self.candidates]
         more = [sum(least[k] for k in stages if k >= so_far) for stages in self.problem.stages_by_device]
-        loads = self._loads(paths)
-        return (loads + np.array(more)).max(axis=1), loads
+        return np.asarray((self._loads(paths) + np.array(more)).max(axis=1))
 
     def _loads(self, paths: Ints) -> Floats:
         """[N, K]: what each device does so far."""
@@ -218,9 +213,9 @@ class PeakGoal(Goal):
         largest: Floats = np.maximum.reduce(peaks).astype(np.float64)
         return largest
 
-    def of_prefixes(self, paths: Ints) -> tuple[Floats, None]:
+    def of_prefixes(self, paths: Ints) -> Floats:
         """With the least of each stage that is to come."""
-        return self.values(paths), None
+        return self.values(paths)
 
     @cached_property
     def _limits(self) -> DeviceMemoryLimits:

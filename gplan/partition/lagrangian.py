@@ -83,21 +83,9 @@ class WeightedBounds:
         """[S]: the partition with the smallest mean."""
         return best_path(self.candidates, self.tables, self.values, np.add)
 
-    def even_paths(self, count: int) -> list[Ints]:
-        """Partitions, [S] each, whose stages add as equal parts as can be, by the sum of squares.
-
-        After the first one, stages of the most loaded devices weigh more.
-        """
-        devices = np.array(self.problem.devices)
-        emphasis, found = np.ones(self.problem.num_devices), list[Ints]()
-        for _ in range(count):
-            squares = [emphasis[device] * own**2 for device, own in zip(devices, self.values, strict=True)]
-            path = self.least_path(squares)
-            added = [own[i] for own, i in zip(self.values, path, strict=True)]
-            by_device = np.bincount(devices, weights=added)
-            emphasis = emphasis * (by_device / max(float(by_device.mean()), _TINY))
-            found.append(path)
-        return found
+    def even_path(self) -> Ints:
+        """[S]: the partition whose stages add as equal parts as can be, by the sum of squares."""
+        return self.least_path([own**2 for own in self.values])
 
     def blended_paths(self, count: int) -> list[Ints]:
         """Partitions, [S] each, from even loads (the first) to even weighted sums (the last)."""

@@ -17,7 +17,6 @@ from gplan.partition.candidates import Candidates, rows_from
 from gplan.partition.problem import ROUNDING, Problem
 
 _MOST_MOVES = 4096  # of one cut, looked at at once
-_NUM_PAIRED = 64  # the best single moves, that are tried two at a time
 
 
 def polish(
@@ -29,8 +28,7 @@ def polish(
     deadline_s: float,
     may_be: Callable[[Ints], Bools] | None = None,
 ) -> Ints:
-    """The partition, given the candidates it takes, [S], after every move that made it better: of one cut, or, where devices
-    hold several stages and no single move helps, of two.
+    """The partition, given the candidates it takes, [S], after every move of one cut that made it better.
 
     `values(paths)` are to be small, [N] of N partitions, such as their steps; only those that `may_be` are taken.
     """
@@ -39,26 +37,15 @@ def polish(
     key_of = _Keys(problem, candidates, values, equal=ROUNDING * float(values(path[None])[0]))
     best, best_key = path, key_of(path[None])[0]
     while time.perf_counter() < deadline_s:
-        moved = _allowed(_moves(candidates, best), may_be)
+        moved = _moves(candidates, best)
+        if may_be is not None and len(moved):
+            moved = moved[may_be(moved)]
         keys = key_of(moved)
         order = np.lexsort(keys.T[::-1])
-        if problem.has_chunks and not _is_better(keys[order[:1]], best_key):
-            moved = _allowed(_in_pairs(best, moved[order[:_NUM_PAIRED]]), may_be)
-            keys = key_of(moved)
-            order = np.lexsort(keys.T[::-1])
-        if not _is_better(keys[order[:1]], best_key):
+        if not len(keys) or tuple(keys[order[0]]) >= tuple(best_key):
             break
         best, best_key = moved[order[0]], keys[order[0]]
     return best
-
-
-def _allowed(paths: Ints, may_be: Callable[[Ints], Bools] | None) -> Ints:
-    return paths[may_be(paths)] if may_be is not None and len(paths) else paths
-
-
-def _is_better(keys: Floats, best: Floats) -> bool:
-    """Whether there is a key at all, and it comes before the best one."""
-    return len(keys) > 0 and tuple(keys[0]) < tuple(best)
 
 
 @dataclass(frozen=True)
@@ -85,16 +72,6 @@ class _Keys:
         bytes_across = sum(crossing[some.first[paths[:, s]]] * is_sent[s] for s, some in enumerate(candidates))
         rows = [values, loads[:, -1], loads[:, -2], np.asarray(bytes_across, dtype=np.float64)]
         return np.stack(rows, axis=1)
-
-
-def _in_pairs(path: Ints, moved: Ints) -> Ints:
-    """[N, S]: every two of these moves at once whose cuts are not neighbours."""
-    cut = (moved != path).argmax(axis=1)
-    one, other = np.triu_indices(len(moved), k=1)
-    is_apart = np.abs(cut[one] - cut[other]) > 1
-    one, other = moved[one[is_apart]], moved[other[is_apart]]
-    both: Ints = np.where(other != path, other, one)
-    return both
 
 
 def _moves(candidates: Sequence[Candidates], path: Ints) -> Ints:

@@ -163,7 +163,6 @@ def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start
 
 TIME_LIMIT_S = 10.0
 
-_NUM_EVEN_PLANS = 40  # plans, to begin a search for the smallest peak with
 _SHARE_OF_START = 0.25  # of the time that is left, for one of several plans to begin with
 _SHARE_OF_SEARCH = 0.5  # of the time that the plan to begin with took: the search gets so much at least
 _SHARE_OF_FIRST = 0.5  # of the time that is left: if the first plan took longer, it is the only one to begin with
@@ -195,7 +194,7 @@ def smallest(
     found = Solution(
         stages=stages_between(problem, known.ends.tolist()),
         lower_bound_s=known.value if known.proven and known.value <= cutoff_s else known.lower_bound,
-        solver="dp" if problem.schedule == "gpipe" else "branch-and-bound",
+        solver="branch-and-bound",
         notes=() if known.proven else (f"the search for {wanted} was stopped after {seconds_text(time_limit_s)}",),
     )
     return with_valid_bound(problem, found)
@@ -211,7 +210,7 @@ def smallest_peak(problem: Problem, *, enough: float | None = None, deadline_s: 
     start = _stages_by_themselves(free)
     if start is None:
         return None
-    search, known = _peak_search(free, enough), _known_peak(free, start)
+    search, known = Search(problem=free, goal=PeakGoal, enough=enough), _known_peak(free, start)
     if enough is None:
         return search.run(known, deadline_s=deadline_s)
     known = search.run(known, deadline_s=0.5 * (time.perf_counter() + deadline_s))
@@ -232,10 +231,6 @@ def _part_of(deadline_s: float) -> float:
     """Until when one of several beginnings may take."""
     now_s = time.perf_counter()
     return now_s + _SHARE_OF_START * (deadline_s - now_s)
-
-
-def _peak_search(free: Problem, enough: float | None) -> Search:
-    return Search(problem=free, goal=PeakGoal, enough=enough, num_even_plans=_NUM_EVEN_PLANS)
 
 
 def _known_peak(free: Problem, start: Solution) -> Incumbent:
@@ -268,7 +263,8 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
     if not known or now_s - started_s > _SHARE_OF_FIRST * (deadline_s - now_s):
         return known
     free = without_memory(problem)  # moves that make the largest peak smaller may lead to one that fits
-    moved = _peak_search(free, None).moved(_known_peak(free, unlimited), deadline_s=_part_of(deadline_s))
+    search = Search(problem=free, goal=PeakGoal)
+    moved = search.moved(_known_peak(free, unlimited), deadline_s=_part_of(deadline_s))
     return [*known, moved.ends] if moved.value <= (problem.memory_of(0) or 0) else known
 
 

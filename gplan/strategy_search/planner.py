@@ -38,10 +38,10 @@ from gplan.partition.solve import TooManyDownSets, where_to_cut
 from gplan.partition.validation import check_choice, check_constraints, check_counts, check_limits, why_not_selected
 from gplan.schedules.registry import custom_counts, default_num_microbatches, num_stages_of, schedule_info
 from gplan.schedules.request import PlanRequest, any_setting
-from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch
+from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch, TensorLimit
 from gplan.strategy_search.space import base_schedule, search_space
 
-_NUM_TRIES = 4  # of plans for a request without open dials that fits with what the allocators reserve
+_NUM_TRIES = 10  # of plans for a request without open dials that fits with what the allocators reserve
 
 
 def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_progress) -> Plan:
@@ -49,8 +49,8 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
 
     Where the profile has the layers' tensors, as those of GPUs do, the plan fits with what the allocators reserve and what
     is taken beside that. Planning counts the bytes of tensors alone: it gets the limit less what is taken beside them, and
-    again, a few times, less what the plan found reserves beyond its tensors; in a search for that setting alone. The bound is that of the
-    limit that its plan, or that of each setting, was found with.
+    again, a few times, less what the plan found reserves beyond tensors (`TensorLimit`); in a search for that setting alone. The
+    bound is that of the limit that its plan, or that of each setting, was found with.
 
     Raises UsageError for an impossible request, NoPlanError where no plan fits the memory or none was found in time.
     """
@@ -61,15 +61,23 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     request = _with_microbatch_size(profile, request)
     check_limits(memory_bytes=request.memory_bytes, time_limit_s=request.time_limit_s)
     limit, within = _limits(profile, request)
+    tensors, failed = TensorLimit(within or 0), None
     for _ in range(_NUM_TRIES):
         try:
             found = with_reserved(balance_fixed(profile, replace(request, memory_bytes=within)), profile)
         except NoPlanError as error:
-            raise _of_whole_device(error, within, limit) from None
-        less = _less(found, within, limit, over=found.device_total_bytes - (limit or 0))
-        if less is None:
+            failed = _of_whole_device(error, within, limit)
+            tensors.rise()
+        else:
+            lacking = found.device_total_bytes - limit if limit and within != limit else 0
+            if lacking <= 0:
+                return _finished(found, profile, limit)
+            tensors.lower(found.peak_bytes, lacking)
+        if not tensors.is_worth_trying:
             break
-        within = less
+        within = tensors.num_bytes
+    if failed is not None:
+        raise failed
     return _finished(found, profile, limit)
 
 
@@ -95,13 +103,6 @@ def _of_whole_device(error: Exception, within: int | None, limit: int | None) ->
         f"{error}; these are bytes of tensors: CUDA, NCCL and what the allocator reserves but tensors do not use take {bytes_text(limit - within)} "
         "beside them, so add as much to each --memory"
     )
-
-
-def _less(found: Plan, within: int | None, limit: int | None, *, over: int) -> int | None:
-    """What tensors may have in the next plan, where this one is `over` bytes over the limit; None where it fits."""
-    if within is None or within == limit or over <= 0:
-        return None
-    return max(1, min(within, found.peak_bytes) - over)
 
 
 def _finished(found: Plan, profile: Profile, limit: int | None) -> Plan:

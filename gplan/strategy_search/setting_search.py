@@ -9,7 +9,7 @@ smallest bound of any setting. On a machine, balancing places the stages too. Bo
 with less memory begins with what is known.
 
 A plan is kept only where its devices have what their allocators reserve, too. Where one does not, its setting is balanced
-again with less memory for tensors, by what was lacking.
+again with less memory for tensors (`TensorLimit`).
 """
 
 from __future__ import annotations
@@ -57,10 +57,37 @@ _STUCK, _MOST_STUCK = (
     6,
 )  # share of its bound by which a setting comes later for each turn in vain, and those turns
 _FEW_STAGES = 8  # settings with more have such programs
-_LEAST_LESS = 0.005  # share of the memory that tensors lose at least where allocators reserve too much
+_NEAR = 0.002  # share of the memory of tensors within which no further limit is tried
 _NEARLY = 0.9  # of its time limit: a solver that takes less has finished by itself
 
 _Way: TypeAlias = tuple[Setting, RecomputeMode]
+
+
+@dataclass(slots=True)
+class TensorLimit:
+    """The memory that tensors may take of a device, so that it has what its allocator reserves, too.
+
+    It is lowered by what a plan lacks. Other plans lack less: where none fits any more, it goes halfway back.
+    """
+
+    num_bytes: int
+    least: int = 0  # no plan fits this
+    most: int = 0  # what the tensors of the last plan take that lacks memory; 0: there was none
+
+    def lower(self, peak_bytes: int, lacking: int) -> None:
+        """After a plan that takes so much for tensors and lacks memory."""
+        self.most = min(peak_bytes, self.num_bytes)
+        self.num_bytes = max(self.most - max(lacking, int(_NEAR * self.most), 1), (self.least + self.most) // 2)
+
+    def rise(self) -> None:
+        """After no plan was found to fit."""
+        self.least = self.num_bytes
+        self.num_bytes = (self.least + self.most) // 2
+
+    @property
+    def is_worth_trying(self) -> bool:
+        """Whether a plan may fit that lacks nothing, by more than a hair below the last one."""
+        return self.most - self.least > max(1, int(_NEAR * self.most))
 
 
 @dataclass
@@ -91,7 +118,7 @@ class SettingSearch:
     _tables: dict[tuple[object, ...], StageTable] = field(default_factory=dict)
     _closed: dict[_Way, SettingBounds] = field(default_factory=dict)
     _closed_within: dict[tuple[_Way, int], float] = field(default_factory=dict)  # bounds of the step, by memory limit
-    _within: dict[_Way, int] = field(default_factory=dict)  # for tensors, where allocators reserved too much
+    _tensor_limits: dict[_Way, TensorLimit] = field(default_factory=dict)  # where allocators reserved too much
     _blocks: dict[int, range | None] = field(default_factory=dict)  # by table
     _programs: dict[tuple[_Way, int | None], BlockProgram] = field(default_factory=dict)
 
@@ -212,7 +239,7 @@ class SettingSearch:
 
     def least_within(self, memory_bytes: int | None) -> int | None:
         """The least memory for tensors that any setting was balanced with."""
-        return memory_bytes if memory_bytes is None else min([memory_bytes, *self._within.values()])
+        return memory_bytes and min([memory_bytes, *(x.num_bytes for x in self._tensor_limits.values())])
 
     def closed_bounds(self, setting: Setting, recompute: RecomputeMode) -> SettingBounds:
         """The closed-form bounds of a setting; on a machine without transfers."""
@@ -226,8 +253,9 @@ class SettingSearch:
 
     def problem(self, setting: Setting, recompute: RecomputeMode, memory_bytes: int | None) -> Problem:
         """The partition problem of a setting, with less memory where allocators reserve too much."""
-        if memory_bytes is not None:
-            memory_bytes = min(memory_bytes, self._within.get((setting, recompute), memory_bytes))
+        limit = self._tensor_limits.get((setting, recompute))
+        if memory_bytes is not None and limit is not None:
+            memory_bytes = min(memory_bytes, limit.num_bytes)
         return Problem(
             costs=self._table(setting),
             num_stages=setting.num_stages,
@@ -329,21 +357,20 @@ class SettingSearch:
             if not is_finished and (free is None or fits_memory(kept, free.solution.stages)):
                 free, is_finished = self._free[setting] = self._solved(without_memory(problem), setting, time_limit_s)
             least = INFINITY if free is None else max(least, self._weighted(free.solution.lower_bound_s, setting))
-            if free is None or fits_memory(kept, free.solution.stages):
-                if free is not None and not self._record(setting, memory_bytes, replace(free, problem=problem)):
-                    is_finished = False
+            fits = free is not None and fits_memory(kept, free.solution.stages)
+            if free is None or (fits and self._record(setting, memory_bytes, replace(free, problem=problem))):
                 self.bounds[setting] = least
                 return is_finished
             is_finished = True
         bounds = [self._beyond * (1 - gap)]
         for mode in modes[::-1] if is_counted else modes:
-            way, is_settled = (setting, mode), True
+            way, is_settled, by_program = (setting, mode), True, is_counted and mode != "selected"
             bound = max(least, self._known(setting, mode, memory_bytes))
             is_kept, before, most = False, self._last.get(setting), self._cutoff * (1 - gap)
             while bound <= most and bound < INFINITY and not is_kept:
                 problem = self.problem(setting, mode, memory_bytes)
                 try:
-                    if is_counted and mode != "selected":
+                    if by_program:
                         found, is_settled = self._counted(
                             problem, way, bound, until=until, gap=gap, time_limit_s=time_limit_s
                         )
@@ -355,14 +382,22 @@ class SettingSearch:
                     is_settled = False
                     break
                 self.undecided.discard(way)
-                bound = INFINITY
                 if found is not None:
                     bound = max(least, self._weighted(found.solution.lower_bound_s, setting))
                     is_kept = not found.solution.stages or self._record(setting, memory_bytes, found)
-                    if not is_kept:  # again, with less memory
-                        most = self._cutoff
-                        if before is not None:
-                            self._last[setting] = before
+                limit = self._tensor_limits.get(way)
+                if found is None and (limit is None or problem.memory_bytes != limit.num_bytes):
+                    bound = INFINITY
+                elif limit is not None and not is_kept:
+                    most = self._cutoff
+                    if before is not None:
+                        self._last[setting] = before
+                    if found is None:
+                        limit.rise()
+                    if not limit.is_worth_trying and by_program:
+                        limit.num_bytes, by_program = limit.most, False  # another plan with as many bytes of tensors
+                    elif not limit.is_worth_trying:
+                        bound = INFINITY
                 self._limited[way] = max(bound, self._known(setting, mode, memory_bytes))
             bounds.append(bound)
             is_finished = is_finished and is_settled
@@ -455,8 +490,7 @@ class SettingSearch:
         if is_empty and "never" in self.space.recompute:
             plan = price(nothing_recomputed(found.problem), found.solution, solve_s=0.0)
         if self._better(self.best, plan) is plan and memory_bytes is not None and (over := self.over(plan)) > 0:
-            within = min(plan.peak_bytes, self._within.get(way, memory_bytes))
-            self._within[way] = max(1, within - max(over, int(_LEAST_LESS * within)))
+            self._tensor_limits.setdefault(way, TensorLimit(memory_bytes)).lower(plan.peak_bytes, over)
             return False
         key = ((setting, plan.recompute), memory_bytes)
         self.plans[key] = self._better(self.plans.get(key), plan)

@@ -121,15 +121,15 @@ parse_to = torch._C._nn._parse_to  # the arguments of `.to`
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Inside, some attributes of a module, class or object have other values."""
-    before = {name: vars(owner)[name] for name in attributes}
+    """Inside, some attributes of a module, class or object have other values; those of a class may be inherited."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner) or not hasattr(owner, name)}
     for name, value in attributes.items():
         setattr(owner, name, value)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in attributes:
+            setattr(owner, name, before[name]) if name in before else delattr(owner, name)
 
 
 def module_calls_replaced(call: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -147,9 +147,30 @@ def module_moves_replaced(to: Callable[..., Any]) -> AbstractContextManager[None
     return replaced(nn.Module, to=to)
 
 
-def function_calls_replaced(apply: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside, a call of a custom autograd function is `apply(function, *args, **kwargs)`."""
-    return replaced(torch.autograd.Function, apply=classmethod(apply))
+@contextmanager
+def function_calls_replaced(call: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a call of a custom autograd function is `call(plain, function, *args, **kwargs)`; `plain(*args, **kwargs)` is what it is else.
+
+    Scripts keep `Function.apply` in names of their own (`scan = Scan.apply`), which no attribute replaces: outside transforms
+    such as torch.vmap it is the `apply` of its base class that is replaced, which it calls.
+    """
+    own, base = torch.autograd.Function.__dict__["apply"], torch.autograd.function._SingleLevelFunction
+
+    def in_transforms(function: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = own.__get__(None, function)
+        if torch._C._are_functorch_transforms_active():
+            return call(plain, function, *args, **kwargs)
+        return plain(*args, **kwargs)
+
+    def outside(function: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = super(base, function).apply
+        return call(plain, function, *args, **kwargs) if issubclass(function, torch.autograd.Function) else plain(*args)
+
+    with (
+        replaced(torch.autograd.Function, apply=classmethod(in_transforms)),
+        replaced(base, apply=classmethod(outside)),
+    ):
+        yield
 
 
 def autocast_replaced(enter: Callable[..., Any]) -> AbstractContextManager[None]:

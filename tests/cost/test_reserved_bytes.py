@@ -130,6 +130,19 @@ def test_limit_counts_reserved_bytes() -> None:
         balance(profile, num_devices=4, num_microbatches=16, schedule="1f1b", memory_bytes=limit // 4)
 
 
+@pytest.mark.parametrize(("schedule", "recompute", "num_devices"), [("1f1b", "always", 12), ("zb-h1", "never", 4)])
+def test_plan_that_fits_is_found_beside_one_that_lacks_memory(schedule: str, recompute: str, num_devices: int) -> None:
+    """No plan fits without what the first one lacks; another one lacks nothing, with nearly as many bytes of tensors."""
+    profile = computed(LEGACY, num_layers=24)
+    given: dict[str, Any] = {
+        "num_devices": num_devices, "num_microbatches": 16, "schedule": schedule, "recompute": recompute
+    }  # fmt: skip
+    limit = balance(profile, **given, memory_bytes=int(20.5 * 2**30)).device_total_bytes
+    assert limit <= 20.5 * 2**30
+    for searched in ({}, {"total_devices": num_devices, "batch_size": 16}):
+        assert balance(profile, **given, **searched, memory_bytes=limit).device_total_bytes <= limit
+
+
 def test_profile_without_tensors_has_no_reserved_bytes() -> None:
     profile = computed(num_layers=4)
     bare = replace(

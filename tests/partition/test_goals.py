@@ -39,7 +39,7 @@ def test_a_partition_has_the_value_that_it_is_priced_at_and_its_prefixes_no_larg
     value = pair[1](problem, stages_of(problem, cuts))
     assert goal.values(path).item() == pytest.approx(value, rel=1e-12)
     for num_stages in range(1, problem.num_stages + 1):
-        least = goal.of_prefixes(path[:, :num_stages])[0].item()
+        least = goal.of_prefixes(path[:, :num_stages]).item()
         assert least <= value * (1 + 1e-12)
     assert least == pytest.approx(value, rel=1e-12)
 

@@ -44,6 +44,11 @@ from tests.model_files import load_model_file
 KIB = 1024
 
 
+def test_a_sparse_buffer_counts_with_its_values() -> None:
+    heads = torch.eye(4).to_sparse()
+    assert storage_bytes([heads, heads, torch.zeros(3)]) == 4 * 4 + 3 * 4
+
+
 def test_the_peak_and_what_is_alive_are_the_allocators() -> None:
     old = torch.zeros(1000)
     with traced_allocations() as trace:

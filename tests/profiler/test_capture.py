@@ -97,6 +97,26 @@ def test_no_cut_falls_where_a_tensor_is_written_through_a_view() -> None:
     assert capture(WritesIntoView(), ROWS).names == ("first..second", "third")
 
 
+@pytest.mark.parametrize("granularity", ["layer", "op"])
+def test_cuts_fall_after_the_last_write_into_a_tensor_that_is_read_later(granularity: Any) -> None:
+    class Padded(Around):
+        """Copies samples into a padded batch in a loop and reads the mask after the blocks, as DETR does."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            padded, mask = torch.zeros(x.shape), torch.ones(x.shape, dtype=torch.bool)
+            for sample, row, row_mask in zip(x, padded, mask, strict=True):
+                row[:3].copy_(sample[:3])
+                row_mask[:3] = False
+            return super().forward(padded).masked_fill(mask, 0.0) + padded
+
+    model = Padded(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    chain = capture(model, ROWS, granularity=granularity)
+    assert len(chain) > 2
+    for cut in range(1, len(chain)):
+        values = chain.stage(cut, len(chain))(*chain.stage(0, cut)(ROWS))
+        torch.testing.assert_close(chain.model_output(values), model(ROWS))
+
+
 def test_write_is_seen_by_split_views() -> None:
     class WritesBehindChunks(Around):
         def forward(self, x: Tensor) -> Tensor:

@@ -376,6 +376,25 @@ def test_forward_that_only_counts_is_captured() -> None:
         capture(LoggingAndLate(), ROWS)
 
 
+def test_counter_that_a_forward_does_not_advance_is_accepted() -> None:
+    class Numbered(nn.Module):
+        """Reads a name; another method, of a class that it can reach, draws the next number for one."""
+
+        numbers = itertools.count()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.name = nn.Linear(4, 4), self.new_name()
+
+        def new_name(self) -> str:
+            return f"layer {next(self.numbers)}"
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) if self.name else self.linear(x) * len(self.new_name())
+
+    assert len(capture(Numbered(), ROWS)) == 1
+
+
 class Late(nn.Module):
     """Has a linear layer, which is doubled where a function returns True."""
 

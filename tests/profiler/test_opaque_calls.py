@@ -28,6 +28,9 @@ class Tenfold(torch.autograd.Function):
         return gradients[0] * 10.0, None
 
 
+kept_apply: Callable[[Tensor], Tensor] = Tenfold.apply
+
+
 class Reading(torch.autograd.Function):
     """Applies what it is given, and so reads more than its arguments."""
 
@@ -84,6 +87,11 @@ def assert_trains_alike(model: nn.Module) -> None:
 def test_custom_backward_in_repeated_blocks() -> None:
     model = Row(tenfold)
     assert_trains_alike(model)
+
+
+def test_apply_under_a_name_of_its_own_keeps_its_backward() -> None:
+    """`scan = Scan.apply` is bound when the model's file is imported; its forward was traced, without its backward."""
+    assert_trains_alike(Row(lambda _mix, x: kept_apply(x)))
 
 
 def test_custom_function_layers_alike() -> None:
@@ -150,3 +158,4 @@ def test_torch_is_afterwards_as_it_was() -> None:
     with pytest.raises(ModelError):
         exported(Row(lambda mix, x: Reading.apply(x, mix)), ROWS)  # type: ignore[no-untyped-call]
     assert torch.autograd.Function.__dict__["apply"] is before
+    assert Tenfold.apply.__func__ is before.__func__

@@ -45,8 +45,12 @@ def test_custom_functions_and_moves_are_replaced() -> None:
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return 2 * x
 
-    with torch_compat.function_calls_replaced(lambda function, x: function.__name__):
-        assert Twice.apply(torch.ones(1)) == "Twice"  # type: ignore[no-untyped-call]
+    kept = Twice.apply
+    with torch_compat.function_calls_replaced(lambda _plain, function, x: function.__name__):
+        assert Twice.apply(torch.ones(1)) == kept(torch.ones(1)) == "Twice"  # type: ignore[no-untyped-call]
+    with torch_compat.function_calls_replaced(lambda plain, _function, x: plain(x)):
+        assert float(kept(torch.ones(1))) == 2  # type: ignore[no-untyped-call]
+    assert float(kept(torch.ones(1))) == 2  # type: ignore[no-untyped-call]
     assert float(Twice.apply(torch.ones(1))) == 2  # type: ignore[no-untyped-call]
     with torch_compat.module_moves_replaced(lambda module, *_: "moved"):
         assert nn.Linear(1, 1).to("meta") == "moved"

@@ -66,7 +66,7 @@ class Reference:
                 f"two builds of {model} from one seed have different weights ({some_names(odd)}), so --check cannot compare "
                 "them; gplan seeds torch, random and numpy.random before each build: draw them "
                 "from these, or from a generator with a fixed seed that is made within the function that builds the model, "
-                "such as numpy.random.default_rng(0)"
+                "such as numpy.random.default_rng(0); torch.empty draws nothing and needs an initialization"
             )
 
 

@@ -148,12 +148,12 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
                 refused.append(key)
     if refused:
         names = [x for x in (*known, *renamed) if x not in flat]
-        alike = {x: y[0] for x in refused if (y := get_close_matches(x, names, n=1, cutoff=_ALIKE))}
+        meant_by = {x: y[0] for x in refused if (y := get_close_matches(x, names, n=1, cutoff=_ALIKE))}
         meant = "".join(
             f"did you mean {y} by {x}? Then give --set {y}={msgspec.json.encode(flat[x]).decode()} --set {x}=null; "
-            for x, y in alike.items()
+            for x, y in meant_by.items()
         )
-        others = [x for x in refused if x not in alike]
+        others = [x for x in refused if x not in meant_by]
         without = f"if the layers are those of {name} without, give {' '.join(f'--set {x}=null' for x in others)}; "
         raise ValueError(
             f"has {', '.join(refused)}, which may change what layers compute and {'are' if refused[1:] else 'is'} not computed; "

@@ -2,8 +2,9 @@
 
 An in-place operation whose result is the only later use of its storage is rewritten out of place: `relu_(x)` becomes
 `relu(x)`, and later uses of x read the result. Where other views of the storage are read later (`x[:, 0].add_(1)`), the
-operation stays, and no cut may lie between the storage's first and last use. Buffers are still written in place. One
-pass over the graph, linear in its operations.
+operation stays, and no cut may lie between the storage's first use and its last write; of an input of the model, its
+last use, as a later stage may get the input from the batch. Buffers are still written in place. One pass over the
+graph, linear in its operations.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ _SAME_STORAGE = {"dropout", "alias", "contiguous", "reshape", "flatten", "to", "
 
 
 def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[frozenset[Node], ...]:
-    """Rewrite in-place operations; returns the nodes of each storage that must not be cut.
+    """Rewrite in-place operations; returns the nodes of each storage between which no cut may lie.
 
     `state` are the placeholders of parameters, buffers and constants, which may be written.
     """
     kept, storages = set(state), _Storages()
     order = {node: place for place, node in enumerate(graph.nodes)}
-    written: list[Node] = []  # storages that must stay in one piece, by a member
+    written: list[tuple[Node, Node]] = []  # a member of a storage, and an operation that still writes into it
     for node in graph.nodes:
         if isinstance(node.target, CustomFunction):
-            written += _settled(node, node.target, storages, kept, order)
+            written += [(x, node) for x in _settled(node, node.target, storages, kept, order)]
             continue
         target = node.args[0] if node.args else None  # that an operation such as `add_` writes into
         if not isinstance(target, Node) or target in kept or target not in set(written_arguments(node)):
@@ -42,14 +43,20 @@ def rewrite_in_place(graph: Graph, state: Iterable[Node]) -> tuple[frozenset[Nod
         if plain is None or not kept.isdisjoint(members) or is_read_after:
             storages.add(node, aliased_arguments(node))
             if kept.isdisjoint(members):
-                written.append(target)
+                written.append((target, node))
             continue
         node.target = plain
         storages.add(node, ())
         for user in [user for user in target.users if order[user] > order[node]]:
             user.replace_input_with(target, node)
-    spans = {id(members): members for members in map(storages.members, written)}
-    return tuple(frozenset(x for y in members for x in (y, *y.users)) for members in spans.values())
+    spans: dict[int, tuple[set[Node], int]] = {}
+    for target, node in written:  # in the order of the graph
+        members = storages.members(target)
+        last = len(order) if any(x.op == "placeholder" for x in members) else order[node]
+        spans[id(members)] = members, last
+    return tuple(
+        frozenset(x for y in members for x in (y, *y.users) if order[x] <= last) for members, last in spans.values()
+    )
 
 
 def _settled(

@@ -77,10 +77,8 @@ class CustomFunction:
 
 def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None]:
     """Inside, calls of custom functions are traced as operators and appended to `found`."""
-    own = torch.autograd.Function.__dict__["apply"]
 
-    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        plain = own.__get__(None, function)
+    def apply(plain: Callable[..., Any], function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         tracer = running_tracer()
         if tracer is None or not torch.is_grad_enabled():
             return plain(*args, **kwargs)

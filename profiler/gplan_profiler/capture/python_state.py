@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
@@ -310,7 +311,8 @@ def read_state(roots: Mapping[str, object], model: nn.Module) -> State:
         elif isinstance(value, (dict, *_CONTAINERS)):
             found.setdefault(path, (value, len(value)))
         elif isinstance(value, Iterator) and not hasattr(value, "__dict__") and path[-1:] != "]":
-            found.setdefault(path, (value, object()))  # one of Python itself, which does not show its place
+            # iterators of Python itself do not show their place, but for counters, as of ids in a library
+            found.setdefault(path, (value, repr(value) if isinstance(value, count) else object()))
     return found
 
 

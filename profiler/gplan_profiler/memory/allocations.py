@@ -30,14 +30,19 @@ from gplan.core.errors import ModelError
 from gplan_profiler.torch_compat import EventType, RecordFunctionFast, TorchDispatchMode, cuda_memory_history, pytree
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor's numbers, of a sparse one without the indices; works for fake and meta tensors too."""
+    return (tensor._values() if tensor.is_sparse else tensor).untyped_storage()
+
+
 def storage_key(tensor: Tensor) -> int:
-    """A key of a tensor's storage, valid while the storage lives; works for fake and meta tensors too."""
-    return int(tensor.untyped_storage()._cdata)
+    """A key of a tensor's storage, valid while the storage lives."""
+    return int(storage_of(tensor)._cdata)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages of some tensors."""
-    return sum({storage_key(x): x.untyped_storage().nbytes() for x in tensors}.values())
+    return sum({storage_key(x): storage_of(x).nbytes() for x in tensors}.values())
 
 
 def gradient_bytes(parameter: nn.Parameter) -> int:
@@ -85,7 +90,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         known = {storage_key(x) for x in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
-            key, storage = storage_key(tensor), tensor.untyped_storage()
+            key, storage = storage_key(tensor), storage_of(tensor)
             if key not in known and key not in self._alive and (num_bytes := storage.nbytes()):
                 self._events.append(AllocationEvent(self.now(), key, num_bytes))
                 self._alive[key] = weakref.finalize(storage, self._leave, key, num_bytes)
