@@ -297,8 +297,8 @@ class _SearchState:
         """Even partitions of the fastest setting with fewer stages a device, where those may be nearly as fast."""
         fastest = min(self.planned.values(), key=lambda x: x.step_s)
         for i, one in enumerate(self.bounds):
-            alike = replace(one.choice, num_chunks=fastest.choice.num_chunks) == fastest.choice
-            if alike and i not in self.planned and one.choice.num_chunks < fastest.choice.num_chunks:
+            has_fewer = one.choice.num_chunks < fastest.choice.num_chunks and i not in self.planned
+            if has_fewer and replace(one.choice, num_chunks=fastest.choice.num_chunks) == fastest.choice:
                 self._try_even_cut(i, below_s=_AS_FAST * fastest.step_s)
 
     def _try_even_cut(self, i: int, *, below_s: float) -> None:
@@ -400,22 +400,24 @@ class _SearchState:
             plan = self._plan_of(i, limit) if place else fastest
             if limit is None or plan.device_total_bytes <= limit:
                 self.ruled_out["its allocators reserve more than the memory"] += place
-                return self._with_few_chunks(every[place:], plan, deadline_s)
+                return self._with_few_chunks(every[place:], plan, limit, deadline_s)
             if time.perf_counter() > deadline_s:
                 break
         return every, fastest
 
-    def _with_few_chunks(self, order: list[int], fastest: Plan, deadline_s: float) -> tuple[list[int], Plan]:
+    def _with_few_chunks(
+        self, order: list[int], fastest: Plan, limit: int | None, deadline_s: float
+    ) -> tuple[list[int], Plan]:
         """The settings with the one first that has the fewest stages a device of those nearly as fast, and its plan."""
         chunks = {i: self.planned[i].choice.num_chunks for i in order}
-        limit, longest_s = fastest.memory_limit_bytes, _AS_FAST * fastest.prediction.step_s
+        longest_s = _AS_FAST * fastest.prediction.step_s
         near = [i for i in order if chunks[i] < chunks[order[0]] and self.planned[i].step_s <= longest_s]
         for i in sorted(near, key=chunks.__getitem__):
+            if time.perf_counter() > deadline_s:
+                break
             plan = self._plan_of(i, limit)
             if plan.prediction.step_s <= longest_s and (limit is None or plan.device_total_bytes <= limit):
                 return [i, *(x for x in order if x != i)], plan
-            if time.perf_counter() > deadline_s:
-                break
         return order, fastest
 
     def _plan_of(self, i: int, limit: int | None) -> Plan:

@@ -10,7 +10,7 @@ from gplan.reporting.text.plan import reserved_text
 from gplan_profiler.analytic.decoder_config import Widths
 
 _NUM_SHOWN = 10
-_NO_GAP = 5e-4  # which is printed as 0.0 %
+_NO_GAP = 5e-4  # less is printed as 0.0 %
 _PRODUCTS = ("matmul", "attention")
 
 
@@ -32,7 +32,7 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
     else:
         longer = "; a longer --time-limit may narrow this" if chosen.is_cut_short else ""
         yield f"the best found of {chosen.num_choices} settings: as predicted, no other is more than {percent_text(chosen.gap)} faster{longer}"
-    if min(x.step_s for x in chosen.planned) < best.step_s:
+    if any(x.step_s < best.step_s and x.choice.num_chunks > choice.num_chunks for x in chosen.planned):
         yield "of those nearly as fast as the fastest, the first has the fewest stages a device"
     yield "the best of each set of widths: its step, and what tensors take on the fullest device"
     of_widths = dict[Widths, PlannedChoice]()
@@ -41,7 +41,7 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
     planned = list(of_widths.values())[:_NUM_SHOWN]
     for place, one in enumerate(planned, 1):
         ratio = one.step_s / best.step_s - 1
-        other = f", {percent_text(abs(ratio))} {'slower' if ratio > 0 else 'faster'}" if ratio else ""
+        other = f", {percent_text(abs(ratio))} {'slower' if ratio > 0 else 'faster'}" if abs(ratio) >= _NO_GAP else ""
         yield f"  {place:2}. {one.choice}: {seconds_text(one.step_s)}{other}, {bytes_text(one.peak_bytes)}"
     unplanned = chosen.unplanned[: _NUM_SHOWN - len(planned)]
     if unplanned:
