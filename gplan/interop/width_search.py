@@ -23,7 +23,7 @@ import numpy as np
 
 from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.core.units import bytes_text, counted
+from gplan.core.units import bytes_text, counted, percent_text
 from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE
 from gplan.interop.planning import ForReceiver
 from gplan.interop.receivers import decoder_of
@@ -439,10 +439,12 @@ class _SearchState:
         unplanned = sorted((x for x in of_widths.values() if x[0].widths not in with_cut), key=lambda x: x[1])
         num_open = sum(x < best.step_s for x, _ in rest)
         self.ruled_out["slower than the first, by a lower bound of their step"] = len(rest) - num_open
-        self.ruled_out["not planned: at most so much faster than the first as said above"] = num_open
+        lower_bound_s = min(best.step_s, *self.bounds_s)
+        gap = percent_text(1 - lower_bound_s / best.step_s)
+        self.ruled_out[f"not planned: at most {gap} faster than the first, by a lower bound of their step"] = num_open
         return ChosenWidths(
             plan=plan, profile=profile, receiver=self.search.receiver, planned=(best, *(self.planned[i] for i in order[1:])),
-            unplanned=tuple(unplanned[:_NUM_UNPLANNED]), lower_bound_s=min(best.step_s, *self.bounds_s),
+            unplanned=tuple(unplanned[:_NUM_UNPLANNED]), lower_bound_s=lower_bound_s,
             ruled_out=+self.ruled_out, num_choices=len(self.bounds), is_cut_short=any(
                 x < self.best_s * (1 - _GAPS[-1]) and i not in self.finished for i, x in enumerate(self.bounds_s)
             ),
