@@ -212,7 +212,8 @@ class WidthSpace:
         def num_divisors(size: int) -> int:
             return sum(not size % x for x in widths)
 
-        if 2 * num_divisors(self.batch_size) >= len(widths):
+        own = num_divisors(self.batch_size)
+        if not 0 < 2 * own < len(widths):
             return ""
         lower, upper = (
             range(self.batch_size - 1, 0, -1),
@@ -221,7 +222,7 @@ class WidthSpace:
         found = (next((x for x in sizes if 2 * num_divisors(x) >= len(widths)), 0) for sizes in (lower, upper))
         near = " and ".join(f"{x} ({num_divisors(x)})" for x in found if x)
         return (
-            f"a batch of {self.batch_size} samples is divided by {num_divisors(self.batch_size)} of the {len(widths)} data widths that are "
+            f"a batch of {self.batch_size} samples is divided by {own} of the {len(widths)} data widths that are "
             f"possible, so few settings are left; near it, more divide {near}"
         )
 
