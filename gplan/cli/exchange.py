@@ -98,7 +98,7 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
     "--time-limit",
     type=float,
     metavar="SECONDS",
-    help="Longest search.  [default: 10; with --gpus: 20 to 120]",
+    help="Longest search.  [default: 10; --gpus: 20, 60 above 64, 120 above 1024]",
 )
 @click.option(
     "--profile", "profile_file", default=PROFILE_FILE, show_default=True, type=PATH, help="Where to write the profile."

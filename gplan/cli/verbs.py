@@ -122,6 +122,13 @@ def exit_code(arguments: Sequence[str] | None) -> int:
     return code if isinstance(code, int) else 0
 
 
+_OTHER_WORDS = {
+    "--nodes": "give the devices of all nodes with --gpus, and those of one with --gpus-per-node",
+    "--config": "the config.json is the first argument",
+    "full": "write always for what Megatron-LM calls full",
+    "selective": "write never: fused attention already recomputes what Megatron-LM's selective does",
+}
+"""What users of other trainers write for `gplan layout`, and what to write."""
 _PROFILE_OPTIONS = {"--set", "--granularity"}  # a plan takes them over from its profile
 
 
@@ -129,13 +136,21 @@ def _usage_error_text(error: click.ClickException) -> str:
     """One line for an error in the arguments, in the style of gplan's own errors; of an unknown option those spelt alike."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     verb = context.command_path if context else "gplan"
+    word = (
+        error.option_name
+        if isinstance(error, click.NoSuchOption)
+        else error.message.partition("'")[2].partition("'")[0]
+    )
+    meant = f"; {_OTHER_WORDS[word]}" if context and context.info_name == "layout" and word in _OTHER_WORDS else ""
     if not isinstance(error, click.NoSuchOption):
         text = " ".join(error.format_message().split()).rstrip(".")
-        return f"{text[:1].lower()}{text[1:]}; see {verb} --help"
+        return f"{text[:1].lower()}{text[1:]}{meant}; see {verb} --help"
     if error.option_name in _PROFILE_OPTIONS:
         return (
             f"{verb} has no option {error.option_name}: it belongs to the profile; run `gplan profile MODEL "
             f"{error.option_name} ...` and balance again, and the plan has it"
         )
+    if meant:
+        return f"{verb} has no option {word}{meant}"
     hint = f"did you mean {' or '.join(error.possibilities)}? " if error.possibilities else ""
     return f"{verb} has no option {error.option_name}; {hint}see {verb} --help"

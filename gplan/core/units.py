@@ -219,7 +219,8 @@ _NETWORK = re.compile(
     r"\s*(?P<amount>\d+(?:\.\d*)?|\.\d+)\s*(?P<prefix>[kKMGT]?)(?P<unit>b|bit|B)?(?P<per>/s|ps)?\s*"
     r"(?:[*x×]\s*(?P<rails>\d{1,4})\s*)?(?:,\s*(?P<latency>[^,]+))?"
 )
-_MOST_OF_CARD = 2.5e11  # bytes a second of a network card; above, the unit is probably another one
+MOST_OF_CARD = 2.5e11
+"""Bytes a second of a network card; above, the unit is probably another one."""
 
 
 def parse_network(text: str, *, devices_per_node: int) -> tuple[float, float | None]:
@@ -248,7 +249,7 @@ def parse_network(text: str, *, devices_per_node: int) -> tuple[float, float | N
         raise UsageError(f"{text!r} has no unit of a rate; did you mean {amount}{prefix or 'G'}b/s{behind} (bits)?")
     scale = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[prefix]
     bytes_per_s = float(amount) * scale / (1 if match["unit"] == "B" else 8)
-    if bytes_per_s > _MOST_OF_CARD:
+    if bytes_per_s > MOST_OF_CARD:
         nearest = (
             f"did you mean {amount}{prefix}b/s{behind} (bits)?" if match["unit"] == "B" else "give the rate of one card"
         )

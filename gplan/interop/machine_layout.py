@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from gplan.core import Link
-from gplan.core.errors import UsageError
-from gplan.core.units import parse_network
+from gplan.core.errors import NoPlanError, UsageError
+from gplan.core.units import bytes_text, parse_network
 from gplan.interop.receivers import receiver_named
 from gplan.interop.width_choices import Choice, check_num_stages
 from gplan.interop.width_search import ChosenWidths, PlannedChoice, WidthSearch
@@ -20,7 +20,7 @@ from gplan.schedules.registry import default_num_microbatches
 from gplan.strategy_search.planner import plan as best_plan
 from gplan_profiler.analytic.decoder_config import ORDER, Widths, load_decoder, parse_settings
 from gplan_profiler.analytic.decoder_profile import check_divisions, num_parameters
-from gplan_profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.hardware import Hardware, load_hardware
 
 DIALS = ("tensor", "context", "expert", "data", "num_devices", "num_chunks", "microbatch_size", "recompute")
 """The widths of a layout (`num_devices` is that of a pipeline), and how they are run."""
@@ -52,8 +52,9 @@ def layout_of(
     """
     dials = {**dict.fromkeys(DIALS), **dials}
     decoder, device = load_decoder(config, parse_settings(settings)), load_hardware(hardware)
-    total, active = num_parameters(decoder)
+    total, active, predicting = num_parameters(decoder)
     each = f", {active / 1e9:.2f} billion of them for each token" if active < total else ""
+    each += f", and {predicting / 1e9:.2f} billion of multi-token prediction" if predicting else ""
     on_start(f"{config}: {total / 1e9:.2f} billion parameters{each}")
     if gpus_per_node is not None:
         if gpus_per_node < 1:
@@ -63,11 +64,7 @@ def layout_of(
         bytes_per_s, latency_s = parse_network(network, devices_per_node=device.devices_per_node)
         latency_s = device.network.latency_s if latency_s is None else latency_s
         device = replace(device, network=Link(latency_s=latency_s, bytes_per_s=bytes_per_s))
-        rate, comma, latency = network.partition(",")
-        shared = "" if "*" in rate else f"; if they share one card, write {rate}*1{comma}{latency}"
-        on_start(
-            f"network: {bytes_per_s / 1e9:.3g} GB/s for each of the {device.devices_per_node} devices of a node{shared}"
-        )
+    on_start(_machine_text(device, memory_bytes or device.memory_bytes, network))
     if num_gpus is not None and microbatches is not None:
         raise UsageError(
             "--microbatches follows from --batch-size where --gpus is given; leave it out, or give --pp alone"
@@ -109,10 +106,46 @@ def layout_of(
         sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, order=order, fixed=fixed,
         time_limit_s=time_limit,
     )  # fmt: skip
-    if num_gpus is None:
-        whole = replace(search, memory_bytes=memory_bytes or device.memory_bytes)
-        return _of_given_widths(whole, dials, expert_tensor, microbatches, batch_size, time_limit)
-    return search.run()
+    try:
+        if num_gpus is None:
+            whole = replace(search, memory_bytes=memory_bytes or device.memory_bytes)
+            found = _of_given_widths(whole, dials, expert_tensor, microbatches, batch_size, time_limit)
+        else:
+            search.check()
+            if hint := search.batch_hint():
+                on_start(hint)
+            found = search.run()
+    except NoPlanError as error:
+        raise NoPlanError(_in_own_options(str(error))) from error
+    notes = tuple(map(_in_own_options, found.plan.notes))
+    return replace(found, plan=replace(found.plan, notes=notes))
+
+
+_OWN_OPTIONS = {
+    "--k ": "--pp ",
+    " --schedule 1f1b": "",
+    "profile with --granularity auto, which divides it": "take fewer devices in a pipeline (--pp)",
+}
+"""What the planner's texts name, as `gplan layout` has it."""
+
+
+def _in_own_options(text: str) -> str:
+    for other, own in _OWN_OPTIONS.items():
+        text = text.replace(other, own)
+    return text
+
+
+def _machine_text(device: Hardware, memory_bytes: int | None, network: str | None) -> str:
+    """What is assumed of a device and its links."""
+    memory = f" with {bytes_text(memory_bytes)}" if memory_bytes else ""
+    text = (
+        f"machine: {device.name}{memory}, {device.devices_per_node} in a node; links of {device.link.bytes_per_s / 1e9:.3g} GB/s in a node, "
+        f"network of {device.network.bytes_per_s / 1e9:.3g} GB/s for each device"
+    )
+    if network is None:
+        return text
+    rate, comma, latency = network.partition(",")
+    return f"{text} ({network})" + ("" if "*" in rate else f"; if they share one card, write {rate}*1{comma}{latency}")
 
 
 def _of_given_widths(

@@ -8,7 +8,7 @@ error names the nearest values that work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 
@@ -29,6 +29,7 @@ OPTIONS = {
 }  # fmt: skip
 """The option of each dial."""
 _RECOMPUTE = ("never", "always")
+_WIDTHS = ("data", "pipeline", "context", "tensor")  # whose product is the number of devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,12 +162,11 @@ class WidthSpace:
                 f"{_nearest(self.decoder.num_hidden_layers, divisors(self.num_devices))}"
             )
         check_num_stages(self.decoder, pipeline, given.get("num_chunks"))
-        whole = prod(given.get(x, 1) for x in ("tensor", "context", "pipeline", "data"))
-        if self.num_devices % whole:
-            more = -(-self.num_devices // whole) * whole
+        if not self._has_whole_nodes:
+            nodes, same = self.num_devices // per_node, max(x for x in divisors(self.num_devices) if x <= per_node)
             raise UsageError(
-                f"the widths that are given need a multiple of {whole} devices, not {self.num_devices}; try {more} devices, or leave a "
-                "width open"
+                f"--gpus is {self.num_devices}, and nodes have {per_node} devices; expected whole nodes: --gpus {nodes * per_node} or "
+                f"{(nodes + 1) * per_node}, or --gpus-per-node {same}"
             )
 
     def no_choice_text(self) -> str:
@@ -177,10 +177,9 @@ class WidthSpace:
         given = ", ".join(f"{OPTIONS[x]} {y}" for x, y in self.fixed.items() if y is not None)
         having = f" with {given}" if given else ""
         if not steps:
-            return (
-                f"no widths use all of {self.num_devices} devices{having}: the model has {self.decoder.num_attention_heads} heads and "
-                f"{self.decoder.num_hidden_layers} blocks; leave a width open, or try {1 << (self.num_devices.bit_length() - 1)} devices"
-            )
+            widths = [int(y) for x, y in self.fixed.items() if x in _WIDTHS and y is not None]
+            together = f", whose product is {prod(widths)}" if widths[1:] else ""
+            return f"no widths use all of {self.num_devices} devices{having}{together}; take {' or '.join(self._nearest_widths())}"
         near = min((max(1, round(self.batch_size / x)) * x for x in steps), key=lambda x: abs(x - self.batch_size))
         chunks = self.fixed.get("num_chunks")
         if isinstance(chunks, int) and chunks > 1 and near == self.batch_size:
@@ -189,6 +188,46 @@ class WidthSpace:
                 f"none{having}; leave --vpp open"
             )
         return f"a batch of {self.batch_size} samples is divided by no widths of {self.num_devices} devices{having}; the nearest that is: {near}"
+
+    @property
+    def _has_whole_nodes(self) -> bool:
+        return self.num_devices <= (most := self.hardware.devices_per_node) or not self.num_devices % most
+
+    def _nearest_widths(self) -> Iterator[str]:
+        """Where no widths use every device: the nearest number of devices that some use, and other values of one width."""
+        widths = {x: int(y) for x in _WIDTHS if (y := self.fixed.get(x)) is not None}
+        whole = prod(widths.values())
+        counts = {whole, *(whole * max(1, self.num_devices // whole + x) for x in range(-8, 9))}
+        for count in sorted(counts, key=lambda x: abs(x - self.num_devices)):
+            other = replace(self, num_devices=count)
+            if other._has_whole_nodes and any(other._widths()):
+                yield f"--gpus {count}"
+                break
+        for name, value in widths.items():
+            others = {getattr(x, name) for x in replace(self, fixed={**self.fixed, name: None})._widths()}
+            if others:
+                yield f"{OPTIONS[name]} {min(others, key=lambda x: abs(x - value))}"
+
+    def batch_hint(self) -> str:
+        """The nearest batches that more data widths divide, where this one is divided by few; else ""."""
+        widths = {x.data for x in self._widths() if x.data <= self.batch_size}
+
+        def num_divisors(size: int) -> int:
+            return sum(not size % x for x in widths)
+
+        own = num_divisors(self.batch_size)
+        if not 0 < 2 * own < len(widths):
+            return ""
+        lower, upper = (
+            range(self.batch_size - 1, 0, -1),
+            range(self.batch_size + 1, self.batch_size + self.num_devices + 1),
+        )
+        found = (next((x for x in sizes if 2 * num_divisors(x) >= len(widths)), 0) for sizes in (lower, upper))
+        near = " and ".join(f"{x} ({num_divisors(x)})" for x in found if x)
+        return (
+            f"a batch of {self.batch_size} samples is divided by {own} of the {len(widths)} data widths that are "
+            f"possible, so few settings are left; near it, more divide {near}"
+        )
 
 
 def check_num_stages(decoder: Decoder, pipeline: int, num_chunks: int | None) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
-from gplan.core.units import bytes_text, counted
+from gplan.core.units import bytes_text, counted, percent_text
 from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE
 from gplan.interop.planning import ForReceiver
 from gplan.interop.receivers import decoder_of, receiver_named
@@ -55,7 +55,9 @@ _TURN = 1.003  # times the next lowest bound: so far a program raises its own be
 _EVEN_MARGIN = 1.05  # times the best step: settings whose even pipeline would take longer get no even partition
 _NUM_UNPLANNED = 10  # sets of widths without a partition that are named
 _LARGER_NODES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256, 384, 512, 1024, 2048)
-"""Numbers of nodes that are tried where a model does not fit."""
+"""Numbers of nodes that are tried where a model does not fit, after 1, 2, 4, ... devices of one."""
+_AS_FAST = 1.01
+"""Times the fastest step: of settings up to this, the one with the fewest stages a device is chosen."""
 _TRAINERS = {"nanotron": NANOTRON}  # whose kernels are not Megatron-LM's; others are priced as that
 _NUM_TRIED = 16  # settings of each of these machines
 
@@ -96,15 +98,16 @@ class ChosenWidths:
     lower_bound_s: float  # of all settings
     ruled_out: Counter[str] = field(default_factory=Counter)  # how many settings, by the reason
     num_choices: int = 1
+    is_cut_short: bool = False  # by the time limit, before the gap was small
 
     @property
     def best(self) -> PlannedChoice:
-        """The fastest setting."""
+        """The chosen setting: the fastest, or one nearly as fast with fewer stages a device."""
         return self.planned[0]
 
     @property
     def gap(self) -> float:
-        """The share of its step by which the fastest setting may be improved at most."""
+        """The share of its step by which the chosen setting may be improved at most."""
         return max(0.0, 1 - self.lower_bound_s / self.best.step_s)
 
 
@@ -201,7 +204,9 @@ class WidthSearch(WidthSpace):
         state.better_cuts(deadline_s=started_s + _BETTERED_SHARE * limit_s)
         for gap in _GAPS:
             state.close_gap(gap, deadline_s=started_s + limit_s)
-        if not state.planned:
+        if state.planned:
+            state.try_fewer_chunks()
+        else:
             if state.refused:
                 raise UsageError(state.refused)
             raise NoPlanError(self._nothing_fits_text(choices, deadline_s=time.perf_counter() + limit_s))
@@ -219,6 +224,11 @@ class WidthSearch(WidthSpace):
     def _nothing_fits_text(self, choices: Sequence[Choice], *, deadline_s: float) -> str:
         """What the model needs at least, where nothing fits, and what has it: other dials, or a larger machine of that kind."""
         least_bytes = min(self.bounds_of(x).device_state_bytes for x in choices)
+        per_node = self.hardware.devices_per_node
+        counts = [
+            *(1 << x for x in range(per_node.bit_length()) if 1 << x < per_node),
+            *(per_node * x for x in _LARGER_NODES),
+        ]
         text = (
             f"{self.name} fits on no split of {counted(self.num_devices, 'device')} with {bytes_text(self.usable_bytes)} "
             f"for tensors on each; weights, gradients and optimizer alone take {bytes_text(least_bytes)} a device"
@@ -231,12 +241,11 @@ class WidthSearch(WidthSpace):
             replace(choices[0], widths=Widths(sequence_length=self.sequence_length))
         ).device_state_bytes
         tried = 0
-        for num_nodes in _LARGER_NODES:
-            count = num_nodes * self.hardware.devices_per_node
+        for count in counts:
             if count > self.num_devices and count * self.usable_bytes >= whole:
                 tried = count
                 if replace(self, num_devices=count, batch_size=count, fixed=kept)._any_fits():
-                    return f"{text}; the smallest machine of that kind that was found to fit has {count} devices"
+                    return f"{text}; the smallest machine of that kind that was found to fit has {counted(count, 'device')}"
                 if time.perf_counter() > deadline_s:
                     break
         return (
@@ -283,14 +292,23 @@ class _SearchState:
         for i in order:
             if self.planned and (time.perf_counter() > deadline_s or even_s[i] > self.best_s * _EVEN_MARGIN):
                 break
-            if self.bounds_s[i] >= self.best_s:
-                continue
-            problem = self._problem(i)
-            if problem is None:
-                continue
-            self.bounds_s[i] = max(self.bounds_s[i], SettingBounds(problem).within_s(self.search.usable_bytes))
-            if self.bounds_s[i] < self.best_s and (cut := self.search.even_cut(problem)) is not None:
-                self.planned[i] = PlannedChoice(choice=self.bounds[i].choice, cut=cut)
+            self._try_even_cut(i, below_s=self.best_s)
+
+    def try_fewer_chunks(self) -> None:
+        """Even partitions of the fastest setting with fewer stages a device, where those may be nearly as fast."""
+        fastest = min(self.planned.values(), key=lambda x: x.step_s)
+        for i, one in enumerate(self.bounds):
+            has_fewer = one.choice.num_chunks < fastest.choice.num_chunks and i not in self.planned
+            if has_fewer and replace(one.choice, num_chunks=fastest.choice.num_chunks) == fastest.choice:
+                self._try_even_cut(i, below_s=_AS_FAST * fastest.step_s)
+
+    def _try_even_cut(self, i: int, *, below_s: float) -> None:
+        """An even partition of a setting, unless its bound is not below some step."""
+        if self.bounds_s[i] >= below_s or (problem := self._problem(i)) is None:
+            return
+        self.bounds_s[i] = max(self.bounds_s[i], SettingBounds(problem).within_s(self.search.usable_bytes))
+        if self.bounds_s[i] < below_s and (cut := self.search.even_cut(problem)) is not None:
+            self.planned[i] = PlannedChoice(choice=self.bounds[i].choice, cut=cut)
 
     def better_cuts(self, *, deadline_s: float) -> None:
         """Moves of single layers, for settings whose even pipelines promise more than the best step, best first."""
@@ -371,10 +389,10 @@ class _SearchState:
             self.planned[i] = PlannedChoice(choice=self.bounds[i].choice, cut=cut, solver=solver)
 
     def _ranked(self, deadline_s: float) -> tuple[list[int], Plan]:
-        """The settings with a partition, fastest first, and the plan of the first one.
+        """The settings with a partition, the chosen one and then the fastest first, and the plan of the first one.
 
-        Those before it are out whose devices need more than they have, with what their allocators reserve. If no other is
-        found in time, the fastest stays, with a note.
+        Those are out whose devices need more than they have, with what their allocators reserve. If no other is found in
+        time, the fastest stays, with a note. Where one with fewer stages a device is nearly as fast, it is chosen.
         """
         every = sorted(self.planned, key=lambda i: self.planned[i].step_s)
         limit = self.search.hardware.memory_bytes if self.search.memory_bytes is None else None
@@ -383,10 +401,25 @@ class _SearchState:
             plan = self._plan_of(i, limit) if place else fastest
             if limit is None or plan.device_total_bytes <= limit:
                 self.ruled_out["its allocators reserve more than the memory"] += place
-                return every[place:], plan
+                return self._with_few_chunks(every[place:], plan, limit, deadline_s)
             if time.perf_counter() > deadline_s:
                 break
         return every, fastest
+
+    def _with_few_chunks(
+        self, order: list[int], fastest: Plan, limit: int | None, deadline_s: float
+    ) -> tuple[list[int], Plan]:
+        """The settings with the one first that has the fewest stages a device of those nearly as fast, and its plan."""
+        chunks = {i: self.planned[i].choice.num_chunks for i in order}
+        longest_s = _AS_FAST * fastest.prediction.step_s
+        near = [i for i in order if chunks[i] < chunks[order[0]] and self.planned[i].step_s <= longest_s]
+        for i in sorted(near, key=chunks.__getitem__):
+            if time.perf_counter() > deadline_s:
+                break
+            plan = self._plan_of(i, limit)
+            if plan.prediction.step_s <= longest_s and (limit is None or plan.device_total_bytes <= limit):
+                return [i, *(x for x in order if x != i)], plan
+        return order, fastest
 
     def _plan_of(self, i: int, limit: int | None) -> Plan:
         """The plan of a setting that has a partition."""
@@ -406,10 +439,14 @@ class _SearchState:
         with_cut = {self.bounds[i].choice.widths for i in order}
         unplanned = sorted((x for x in of_widths.values() if x[0].widths not in with_cut), key=lambda x: x[1])
         num_open = sum(x < best.step_s for x, _ in rest)
-        self.ruled_out["slower than the best, by a lower bound of the step"] = len(rest) - num_open
-        self.ruled_out["perhaps faster than the best, by no more than the share above"] = num_open
+        self.ruled_out["slower than the first, by a lower bound of their step"] = len(rest) - num_open
+        lower_bound_s = min(best.step_s, *self.bounds_s)
+        gap = percent_text(1 - lower_bound_s / best.step_s)
+        self.ruled_out[f"not planned: at most {gap} faster than the first, by a lower bound of their step"] = num_open
         return ChosenWidths(
             plan=plan, profile=profile, receiver=self.search.receiver, planned=(best, *(self.planned[i] for i in order[1:])),
-            unplanned=tuple(unplanned[:_NUM_UNPLANNED]), lower_bound_s=min(best.step_s, *self.bounds_s),
-            ruled_out=+self.ruled_out, num_choices=len(self.bounds),
+            unplanned=tuple(unplanned[:_NUM_UNPLANNED]), lower_bound_s=lower_bound_s,
+            ruled_out=+self.ruled_out, num_choices=len(self.bounds), is_cut_short=any(
+                x < self.best_s * (1 - _GAPS[-1]) and i not in self.finished for i, x in enumerate(self.bounds_s)
+            ),
         )  # fmt: skip

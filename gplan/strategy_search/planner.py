@@ -49,7 +49,7 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
 
     Where the profile has the layers' tensors, as those of GPUs do, the plan fits with what the allocators reserve and what
     is taken beside that. Planning counts the bytes of tensors alone: it gets the limit less what is taken beside them, and
-    again, a few times, less what the plan found reserves in vain (`TensorLimit`); in a search for that setting alone. The
+    again, a few times, less what the plan found reserves beyond tensors (`TensorLimit`); in a search for that setting alone. The
     bound is that of the limit that its plan, or that of each setting, was found with.
 
     Raises UsageError for an impossible request, NoPlanError where no plan fits the memory or none was found in time.
@@ -100,7 +100,7 @@ def _of_whole_device(error: Exception, within: int | None, limit: int | None) ->
     if within is None or limit is None or within == limit or not isinstance(error, NoPlanError):
         return error
     return NoPlanError(
-        f"{error}; these are bytes of tensors: CUDA, NCCL and what the allocator reserves in vain take {bytes_text(limit - within)} "
+        f"{error}; these are bytes of tensors: CUDA, NCCL and what the allocator reserves but tensors do not use take {bytes_text(limit - within)} "
         "beside them, so add as much to each --memory"
     )
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.simumax import read_system_file
 from gplan.core.errors import FileError
-from gplan_profiler.analytic.hardware import Hardware, described_hardware
+from gplan_profiler.analytic.hardware import Hardware, described_hardware, load_hardware
 from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, Shape
 
 SYSTEM: dict[str, Any] = {
@@ -73,7 +73,7 @@ def test_a_published_efficiency_file_is_hardware(tmp_path: Path) -> None:
     }
     assert hardware.shapes.shares == shares
     assert hardware.peak_flops_per_s("matmul", "bfloat16") == 2e15
-    assert hardware.memory_bytes == 180_000_000_000  # as b200 of the table
+    assert hardware.memory_bytes == load_hardware("b200").memory_bytes
     assert hardware.bytes_per_s == 8000 * 2**30
     assert hardware.efficiency("pointwise").latency_s == 3e-5
     assert hardware.efficiency("reduction", "cross-entropy").bandwidth == 0.25

@@ -372,7 +372,7 @@ def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.Captu
     }
     Path("config.json").write_text(json.dumps({**sizes, "attn_logit_softcapping": 2}))
     assert gplan_exits("layout", "config.json", "--pp", "2") == 0
-    assert "note: attn_logit_softcapping of the configuration is not used" in capsys.readouterr().err
+    assert "note: attn_logit_softcapping of the configuration is left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from gplan.interop.width_choices import Choice
 from gplan.interop.width_search import WidthSearch
 from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.even_cuts import priced_cut
-from gplan.reporting.text.widths import widths_text
+from gplan.reporting.text.widths import device_flops, widths_text
 from gplan_profiler.analytic.decoder_config import Widths, load_decoder
 from gplan_profiler.analytic.hardware import load_hardware
 from tests.interop.test_receivers import gplan_exits
@@ -174,6 +174,78 @@ def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
     assert replace(one, num_devices=enough, batch_size=enough).run().plan.peak_bytes <= one.usable_bytes
 
 
+@pytest.mark.parametrize(("memory", "fitting"), [(8, 2), (4, 4)])
+def test_a_machine_that_fits_may_be_part_of_a_node(memory: int, fitting: int) -> None:
+    small = replace(load_hardware("a100"), memory_bytes=memory << 30)
+    one = search(hardware=small, num_devices=1, batch_size=1)
+    with pytest.raises(NoPlanError, match=f"was found to fit has {fitting} devices$"):
+        one.run()
+
+
+def test_of_plans_nearly_as_fast_the_one_with_fewest_stages_a_device() -> None:
+    fixed: dict[str, int | str | None] = {"tensor": 1, "pipeline": 2, "microbatch_size": 1}
+    found = search(
+        decoder=load_decoder("llama3-8b", {**SMALL, "num_hidden_layers": 16}), batch_size=128, fixed=fixed
+    ).run()
+    fastest = min(found.planned, key=lambda x: x.step_s)
+    assert (found.best.choice.num_chunks, fastest.choice.num_chunks) == (1, 2)
+    assert fastest.step_s < found.best.step_s <= 1.01 * fastest.step_s
+    assert found.gap >= 1 - fastest.step_s / found.best.step_s - 1e-9  # counted from the plan that is shown
+    text = list(widths_text(found))
+    assert "of those nearly as fast as the fastest, the first has the fewest stages a device" in text
+
+
+def test_the_sentence_of_the_gap() -> None:
+    found = search().run()
+    for bound, is_cut_short, sentence in (
+        (found.best.step_s, False, f"proven best of these {found.num_choices} settings, as they are predicted"),
+        (0.9 * found.best.step_s, False, "as predicted, no other is more than 10.0 % faster"),
+        (0.9 * found.best.step_s, True, "10.0 % faster; a longer --time-limit may narrow this"),
+    ):
+        lines = widths_text(replace(found, lower_bound_s=bound, is_cut_short=is_cut_short))
+        assert any(x.endswith(sentence) for x in lines)
+    assert not found.is_cut_short and search(time_limit_s=1e-3, num_devices=8).run().is_cut_short
+
+
+def test_flops_are_those_of_megatrons_log() -> None:
+    """Its formula for Llama: products of each token, and half of what attention would take without a causal mask."""
+    found = search().run()
+    h, f, kv, length = 1024, 3584, 1024, 1024
+    of_block = 6 * (h * (h + 2 * kv) + h * h + 3 * h * f) + 6 * h * length
+    each = 16 * length * (6 * of_block + 6 * h * 128256) / 4
+    assert device_flops(found) == pytest.approx(each, rel=1e-3)
+
+
+def test_a_batch_that_few_widths_divide_has_a_hint() -> None:
+    told = list[str]()
+    common: dict[str, Any] = {"receiver": "megatron", "hardware": "h100", "num_gpus": 48, "on_start": told.append}
+    settings = [f"{x}={y}" for x, y in SMALL.items()]
+    layout_of("llama3-8b", **common, settings=settings, batch_size=1021, time_limit=1)
+    assert [x for x in told if x.endswith("near it, more divide 1020 (6) and 1024 (5)")]
+    told.clear()
+    layout_of("llama3-8b", **common, settings=settings, batch_size=1024, time_limit=1)
+    assert not [x for x in told if "batch" in x]
+
+
+def test_parameters_of_multi_token_prediction_are_told_beside_the_others() -> None:
+    told = list[str]()
+    with pytest.raises(UsageError, match="give --gpus N"):
+        layout_of("deepseek-v3", receiver="megatron", hardware="h100", on_start=told.append)
+    assert told[0].endswith(
+        "671.03 billion parameters, 37.55 billion of them for each token, and 11.61 billion of multi-token prediction"
+    )
+
+
+def test_texts_of_the_planner_name_options_of_layout() -> None:
+    common: dict[str, Any] = {"receiver": "megatron", "hardware": "rtx4090", "settings": ["num_hidden_layers=16"]}
+    with pytest.raises(NoPlanError, match=r"what fits: --pp \d+ --microbatches 8 ") as error:
+        layout_of("llama3-8b", **common, num_devices=2)
+    assert "--k" not in str(error.value)
+    found = layout_of("llama3-8b", **{**common, "hardware": "h200"}, num_devices=16)
+    assert [x for x in found.plan.notes if x.endswith("take fewer devices in a pipeline (--pp)")]
+    assert not [x for x in found.plan.notes if "--granularity" in x]
+
+
 def test_what_allocators_reserve_counts_too() -> None:
     free = search().run()
     assert free.plan.memory_limit_bytes == load_hardware("a100").memory_bytes
@@ -207,6 +279,17 @@ def test_the_network_of_one_shared_card_keeps_its_latency() -> None:
         "qwen3-0.6b", receiver="megatron", hardware="h100", network="400Gb/s,5us", num_devices=2, on_start=said.append
     )
     assert any(x.endswith("if they share one card, write 400Gb/s*1,5us") for x in said)
+    said.clear()
+    layout_of(
+        "qwen3-0.6b",
+        receiver="megatron",
+        hardware="h100",
+        network="400Gb/s*8",
+        gpus_per_node=2,
+        num_devices=2,
+        on_start=said.append,
+    )
+    assert any(x.endswith("network of 200 GB/s for each device (400Gb/s*8)") for x in said)
 
 
 def test_list_has_the_best_of_each_set_of_widths() -> None:
@@ -232,7 +315,26 @@ def test_a_given_dial_that_the_memory_forbids_is_named() -> None:
             {"batch_size": 7},
             "a batch of 7 samples is divided by no widths .* the nearest that is: 8",
         ),
-        ({"tensor": 2}, {"num_devices": 3}, "need a multiple of 2 devices, not 3; try 4 devices"),
+        (
+            {"tensor": 2},
+            {"num_devices": 3},
+            "no widths use all of 3 devices with --tensor 2; take --gpus 2 or --tensor 1$",
+        ),
+        (
+            {"pipeline": 3, "tensor": 2, "data": 4},
+            {"num_devices": 48},
+            "--data 4, whose product is 24; take --gpus 24 or --data 8 or --pp 6 or --tensor 4$",
+        ),
+        (
+            {"pipeline": 3, "tensor": 2, "data": 4},
+            {"num_devices": 32},
+            "--data 4, whose product is 24; take --gpus 24 or --pp 4$",
+        ),
+        (
+            {},
+            {"num_devices": 12},
+            "nodes have 8 devices; expected whole nodes: --gpus 8 or 16, or --gpus-per-node 6$",
+        ),
         ({"tensor": 3}, {}, r"8 heads cannot be divided over 3 ranks; the nearest divisors are 2 or 4 \(--tensor\)"),
         (
             {"tensor": 16},
@@ -275,7 +377,10 @@ def test_names_and_dials() -> None:
     }
     found = layout_of("meta-llama/Llama-3.1-8B", **common, num_devices=2, tensor=2)
     assert (found.best.choice.widths.devices, found.num_choices) == (4, 1)
-    assert told == ["meta-llama/Llama-3.1-8B: 2.80 billion parameters"]
+    assert told == [
+        "meta-llama/Llama-3.1-8B: 2.80 billion parameters",
+        "machine: h100 with 79.6 GiB, 8 in a node; links of 450 GB/s in a node, network of 50 GB/s for each device",
+    ]
     of_batch = layout_of("meta-llama/Llama-3.1-8B", **common, num_devices=2, tensor=2, data=2, batch_size=20)
     assert of_batch.best.choice.num_microbatches == 10
     for dials, message in (
@@ -307,6 +412,12 @@ def test_layout_on_a_machine(
     assert "predicted: a step of" in captured.err and "the best found of" in captured.err
     assert gplan_exits("layout", "llama3-8b", "--gpus", "4", "--network", "400GB/s*8") == 2
     assert "did you mean 400Gb/s*8 (bits)?" in capsys.readouterr().err
+    for arguments, told in (
+        (["--nodes", "6"], "--gpus-per-node"), (["--config", "a.json"], "the config.json is the first argument"),
+        (["--recompute", "full"], "write always"), (["--recompute", "selective"], "write never"),
+    ):  # fmt: skip
+        assert gplan_exits("layout", "llama3-8b", "--gpus", "4", *arguments) == 2
+        assert told in capsys.readouterr().err
 
 
 def test_an_order_of_groups() -> None:

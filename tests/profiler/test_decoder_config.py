@@ -58,6 +58,8 @@ def test_deepseek_has_671_billion_parameters_and_a_layer_that_predicts_further()
     predicted = next(x for x in profile.layers if x.name == "mtp.0")
     main = profile.num_parameters - predicted.num_parameters
     assert main / 1e9 == pytest.approx(671.0, rel=2e-3)
+    counted = num_parameters(load_decoder("deepseek-v3"))
+    assert (counted[0], counted[2]) == (main, predicted.num_parameters)
     assert predicted.num_parameters / 1e9 == pytest.approx(11.5, rel=2e-2)
     assert set(known_decoders()) == {*PUBLISHED, "deepseek-v3"}
 
@@ -246,8 +248,19 @@ def test_attention_to_a_window_is_counted_by_pairs_of_tokens(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"moe_every": 2, "n_expert_groups": 4}, "has moe_every, n_expert_groups, .* not computed; remove them"),
-        ({"hc_mult": 4}, r"has hc_mult, .* not computed; remove it \(--set hc_mult=null\)"),
+        (
+            {"moe_every": 2, "n_expert_groups": 4},
+            "has moe_every, n_expert_groups, .* are not computed; if .* give --set moe_every=null --set n_expert_groups=null; else",
+        ),
+        (
+            {"hc_mult": 4},
+            "has hc_mult, .* is not computed; if the layers are those of llama without, give --set hc_mult=null",
+        ),
+        (
+            {"num_key_values_heads": 2, "gate": 1},
+            r"did you mean num_key_value_heads by num_key_values_heads\? Then give --set num_key_value_heads=2 "
+            "--set num_key_values_heads=null; if the layers are those of llama without, give --set gate=null; else",
+        ),
         ({"gate": "swish", "fold": [2]}, "has gate, fold"),
         ({"hybrid_override_pattern": "M-M*"}, "has hybrid_override_pattern"),
         ({"layers_block_type": ["mamba", "attention"] * 3}, "layer_types speaks of linear attention"),
@@ -289,7 +302,7 @@ def test_the_language_model_of_a_larger_one(key: str, tmp_path: Path) -> None:
     )
     found = load_decoder(str(path))
     assert [x for x in found.unused if "vision_config" in x]
-    path.write_text(json.dumps(SMALL))
+    path.write_text(json.dumps({**SMALL, "model_type": "llama"}))
     assert msgspec.structs.replace(found, unused=()) == load_decoder(str(path))
 
 
@@ -297,7 +310,7 @@ def test_a_key_without_effect_is_set_to_null(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**SMALL, "model_type": "gpt_9", "hc_mult": 1}))
     changed = load_decoder(str(path), {"hc_mult": None, "model_type": "llama"})
-    path.write_text(json.dumps(SMALL))
+    path.write_text(json.dumps({**SMALL, "model_type": "llama"}))
     assert changed == load_decoder(str(path))
 
 
@@ -310,7 +323,7 @@ def test_experts_by_the_keys_of_ernie(tmp_path: Path) -> None:
         "moe_layer_interval": 1, "tie_word_embeddings": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(keys))
-    total, active = num_parameters(load_decoder(str(tmp_path / "config.json")))
+    total, active, _ = num_parameters(load_decoder(str(tmp_path / "config.json")))
     assert (total / 1e9, active / 1e9) == (pytest.approx(21.8, abs=0.1), pytest.approx(3.0 + 0.265, abs=0.1))
 
 
@@ -338,7 +351,11 @@ def test_keys_that_are_not_used_are_told(tmp_path: Path) -> None:
         json.dumps({"model_type": "vision_thing", "mode": 3, "text_config": {**text, "model_type": "gemma2"}})
     )
     assert load_decoder(str(path)).unused == (
-        "mode of the configuration is not used; layers are computed as without it",
-        "final_logit_softcapping of the configuration is not used; layers are computed as without it",
+        "mode of the configuration is left out: only the language model is planned",
+        "final_logit_softcapping of the configuration is left out: it adds little to the work of a layer",
+    )
+    path.write_text(json.dumps(SMALL))
+    assert load_decoder(str(path)).unused == (
+        "the configuration has no model_type: its layers are taken for those of Llama",
     )
     assert not any(load_decoder(name).unused for name in known_decoders())

@@ -43,7 +43,7 @@ def test_sources_are_optional(tmp_path: Path) -> None:
     assert dict(hardware.sources)["flops"] == "not given"
 
 
-@pytest.mark.parametrize("name", ["b200", "h100", "h200", "a100", "v100", "p100", "tpu-v2", "tpu-v3", "cpu"])
+@pytest.mark.parametrize("name", list(hardware_table()))
 def test_built_in_devices_are_complete(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.name == name
@@ -77,7 +77,7 @@ def test_a_file_of_ones_own_is_a_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "instead", "message"),
     [
-        ("launch_s = 3e-6\n", "", "launch_s"),
+        ("launch_s = 3e-6\n", "", "`launch_s`; expected keys are like, kind, bytes_per_s, .*, memory_bytes, "),
         ("launch_s = 3e-6", "launch = 3e-6\nlaunch_s = 3e-6", "unknown field `launch`"),
         ("launch_s = 3e-6", "launch_s = 3", "launch_s is 3; expected seconds from 0 to 1"),
         ("24e9", '"24GB"', r"Expected `float \| null`, got `str` - at `\$.memory_bytes`"),
@@ -105,13 +105,40 @@ def test_names_of_drivers_and_files_that_are_like_a_device(tmp_path: Path) -> No
         ("NVIDIA GeForce RTX 4090", "rtx4090"), ("Tesla V100-SXM2-32GB", "v100"),
     ):  # fmt: skip
         assert load_hardware(name) == load_hardware(plain)
-    with pytest.raises(UsageError, match="no hardware is called H100 PCIe"):  # slower than one with NVLink
-        load_hardware("H100 PCIe")
+    for name, plain in (("NVIDIA RTX A6000", "a6000"), ("H200 SXM 141GB", "h200"), ("NVIDIA H100 PCIe", "h100-pcie")):
+        assert load_hardware(name).name == plain
+    for name in ("H100 NVL", "A100 80GB PCIe"):  # other links
+        with pytest.raises(UsageError, match=f"no hardware is called {name}"):
+            load_hardware(name)
     a100, mine = load_hardware("a100"), load_hardware(written(tmp_path, 'like = "a100"\nlink = { bytes_per_s = 25e9 }'))
     assert (mine.link.bytes_per_s, mine.link.latency_s) == (25e9, a100.link.latency_s)
     assert (mine.memory_bytes, mine.efficiencies) == (a100.memory_bytes, a100.efficiencies)
     with pytest.raises(FileError, match="is like b900, which is no device; expected one of b200"):
         load_hardware(written(tmp_path, 'like = "b900"'))
+
+
+def test_memory_is_what_the_driver_prints() -> None:
+    totals = {"h100": 81559, "h200": 143771, "a100-40gb": 40960, "rtx4090": 24564, "b200": 183359, "mi300x": 196592}
+    assert {x: (load_hardware(x).memory_bytes or 0) / 2**20 for x in totals} == totals
+
+
+def test_a_link_and_a_network_may_be_text(tmp_path: Path) -> None:
+    text = 'like = "a100"\ndevices_per_node = 4\nlink = "25GB/s,7us"\nnetwork = "400Gb/s*2"'
+    mine, a100 = load_hardware(written(tmp_path, text)), load_hardware("a100")
+    assert (mine.link.bytes_per_s, mine.link.latency_s) == (25e9, 7e-6)
+    assert (mine.network.bytes_per_s, mine.network.latency_s) == (25e9, a100.network.latency_s)
+    for wrong, message in (
+        ("network = { bytes_per_s = 400e9 }", 'if these are bits, write network = "400Gb/s"'),
+        ('network = "400GB/s"', r"mine.toml: .* did you mean 400Gb/s \(bits\)?"),
+        ('link = "fast"', "mine.toml: 'fast' is not a link"),
+    ):
+        with pytest.raises(FileError, match=message):
+            load_hardware(written(tmp_path, f'like = "a100"\n{wrong}'))
+
+
+def test_rates_that_are_not_given_are_those_of_the_other_device(tmp_path: Path) -> None:
+    mine = load_hardware(written(tmp_path, 'like = "rtx4090"\nflops_per_s = { bfloat16 = 100e12 }'))
+    assert dict(mine.flops_per_s) == {**dict(load_hardware("rtx4090").flops_per_s), "bfloat16": 100e12}
 
 
 def test_unknown_name_lists_known_names(tmp_path: Path) -> None:

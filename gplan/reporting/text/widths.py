@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gplan.core.units import bytes_text, counted, percent_text, seconds_text
+from gplan.core.units import bytes_text, counted, flops_text, percent_text, seconds_text
 from gplan.interop.receivers import receiver_named
 from gplan.interop.width_choices import Choice
 from gplan.interop.width_search import ChosenWidths, PlannedChoice
@@ -13,6 +13,8 @@ from gplan.reporting.text.plan import reserved_text
 from gplan_profiler.analytic.decoder_config import Widths
 
 _NUM_SHOWN = 10
+_NO_GAP = 5e-4  # less is printed as 0.0 %
+_PRODUCTS = ("matmul", "attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,24 +94,39 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
     best, every = chosen.best, alternatives(chosen)
     devices = counted(best.choice.widths.devices, "device")
     yield (
-        f"predicted: a step of {seconds_text(best.step_s)}, {every[0].tokens_per_s:,.0f} tokens/s for each of {devices}, "
+        f"predicted: a step of {seconds_text(best.step_s)}, {every[0].tokens_per_s:,.0f} tokens/s and "
+        f"{flops_text(device_flops(chosen) / best.step_s)}/s (as Megatron-LM counts them) for each of {devices}, "
         f"at most {bytes_text(best.peak_bytes)} of tensors on one"
     )
     if reserved := reserved_text(chosen.plan):
         yield reserved
     if chosen.num_choices == 1:
         return
-    yield f"the best found of {chosen.num_choices} settings; by this model no other is more than {percent_text(chosen.gap)} faster"
+    if chosen.gap < _NO_GAP:
+        yield f"proven best of these {chosen.num_choices} settings, as they are predicted"
+    else:
+        longer = "; a longer --time-limit may narrow this" if chosen.is_cut_short else ""
+        yield f"the best found of {chosen.num_choices} settings: as predicted, no other is more than {percent_text(chosen.gap)} faster{longer}"
+    if any(x.step_s < best.step_s and x.choice.num_chunks > best.choice.num_chunks for x in chosen.planned):
+        yield "of those nearly as fast as the fastest, the first has the fewest stages a device"
     yield "the best of each set of widths: its step, and what tensors take on the fullest device"
     for place, one in enumerate(every, 1):
         if one.peak_bytes is None:
             if every[place - 2].peak_bytes is not None:
-                yield "the same without a partition, by a lower bound of the step:"
+                yield "widths that were not planned, with a step that none of their plans can beat:"
             yield f"      {one.choice}: at least {seconds_text(one.step_s)}"
             continue
-        slower = f", {percent_text(one.step_s / best.step_s - 1)} slower" if one.step_s > best.step_s else ""
-        yield f"  {place:2}. {one.choice}: {seconds_text(one.step_s)}{slower}, {bytes_text(one.peak_bytes)}"
+        ratio = one.step_s / best.step_s - 1
+        other = f", {percent_text(abs(ratio))} {'slower' if ratio > 0 else 'faster'}" if abs(ratio) >= _NO_GAP else ""
+        yield f"  {place:2}. {one.choice}: {seconds_text(one.step_s)}{other}, {bytes_text(one.peak_bytes)}"
     if chosen.ruled_out:
         yield "why the others are not in the list:"
     for reason, count in chosen.ruled_out.most_common():
         yield f"  {counted(count, 'setting')}: {reason}"
+
+
+def device_flops(chosen: ChosenWidths) -> float:
+    """FLOPs of a step on each device, without recompute: three times the products and the causal attention of a forward."""
+    choice = chosen.best.choice
+    works = (x for layer in chosen.profile.layers for x in layer.costs[0].forward_work if x.kind in _PRODUCTS)
+    return 3 * sum(x.num_flops for x in works) * choice.num_microbatches / choice.widths.pipeline

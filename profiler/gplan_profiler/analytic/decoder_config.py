@@ -515,7 +515,8 @@ def load_decoder(name: str, settings: Mapping[str, Any] = MappingProxyType({})) 
     path, known = Path(name), _known_name(name)
     if known:
         name = known
-        found: Any = {key: value for key, value in known_decoders()[name].items() if key != "source"}
+        found: Any = {"model_type": "llama", **known_decoders()[name]}
+        del found["source"]
     elif path.suffix == ".json":
         try:
             found = json.loads(path.read_bytes())  # accepts Infinity, which transformers writes

@@ -74,7 +74,9 @@ _NO_EFFECT = re.compile(  # on the weights of layers and their work
     r"(num_)?logits_to_keep|use_bidirectional_attention|mamba_expand|is_llama_config|tf_legacy_loss|use_mambapy|"
     r"torch_dtype|architecture|quantization_config|pruned_heads|(text|llm|language)_config|sub_configs"
 )
-_NOTED = re.compile(r"[a-z_]*softcap(ping)?|clip_qkv|(vision|audio|image|video|mm|projector|multimodal|spatial)_.*")
+_SMALL_EFFECT = re.compile(r"[a-z_]*softcap(ping)?|clip_qkv")
+_OTHER_PARTS = re.compile(r"(vision|audio|image|video|mm|projector|multimodal|spatial)_.*")
+_ALIKE = 0.85  # names of keys, for one to be taken for a mistake in spelling
 
 
 @cache
@@ -104,7 +106,10 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
     """
     inner: Mapping[str, Any] = next((x for key in _INNER if isinstance(x := found.get(key), Mapping)), {})
     flat = {**found, **inner, **settings}
-    name = str(flat.get("model_type") or "llama")
+    if name := str(flat.get("model_type") or ""):
+        notes = list[str]()
+    else:
+        name, notes = "llama", ["the configuration has no model_type: its layers are taken for those of Llama"]
     family = families().get(name.removesuffix("_text"))
     if reason := _tables()[_REFUSED].get(name.removesuffix("_text")):
         raise ValueError(
@@ -122,7 +127,7 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
         )
     renamed = {**_SAME_KEY, **family["same_keys"]}
     ignored, neutral = family["ignored"], family["neutral"]
-    values, notes, refused = dict[str, Any](), list[str](), list[str]()
+    values, refused = dict[str, Any](), list[str]()
     for key, value in flat.items():
         targets = renamed.get(key, key)
         targets = [targets] if isinstance(targets, str) else targets
@@ -135,12 +140,24 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
             values.update(dict.fromkeys(targets, value))
         elif value and not _NO_EFFECT.fullmatch(key):
             is_outside = bool(inner) and key not in inner and key not in settings
-            (notes if is_outside or _NOTED.fullmatch(key) else refused).append(key)
+            if is_outside or _OTHER_PARTS.fullmatch(key):
+                notes.append(f"{key} of the configuration is left out: only the language model is planned")
+            elif _SMALL_EFFECT.fullmatch(key):
+                notes.append(f"{key} of the configuration is left out: it adds little to the work of a layer")
+            else:
+                refused.append(key)
     if refused:
+        names = [x for x in (*known, *renamed) if x not in flat]
+        meant_by = {x: y[0] for x in refused if (y := get_close_matches(x, names, n=1, cutoff=_ALIKE))}
+        meant = "".join(
+            f"did you mean {y} by {x}? Then give --set {y}={msgspec.json.encode(flat[x]).decode()} --set {x}=null; "
+            for x, y in meant_by.items()
+        )
+        others = [x for x in refused if x not in meant_by]
+        without = f"if the layers are those of {name} without, give {' '.join(f'--set {x}=null' for x in others)}; "
         raise ValueError(
             f"has {', '.join(refused)}, which may change what layers compute and {'are' if refused[1:] else 'is'} not computed; "
-            f"remove {'them' if refused[1:] else 'it'} (--set {refused[0]}=null) if the layers are those of {name} without, or "
-            "profile the model itself with gplan profile --device meta"
+            f"{meant}{without if others else ''}else profile the model itself with gplan profile --device meta"
         )
     held = {*values, *(["experts"] if values.keys() & {"num_experts", "num_local_experts", "n_routed_experts"} else [])}
     if missing := [x for x in family["needs"] if x not in held]:
@@ -152,12 +169,11 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
             given.update(follows)
     if not given.get("intermediate_size") and "intermediate_ratio" in family:
         given["intermediate_size"] = family["intermediate_ratio"] * given.get("hidden_size", 0)
-    unused = [f"{x} of the configuration is not used; layers are computed as without it" for x in notes]
     decoder = _with_kinds(given)
     for key, value in decoder.items():  # a number for each layer is one number, if all are equal
         if key not in _LISTS and isinstance(value, list) and value and all(x == value[0] for x in value):
             decoder[key] = value[0]
-    return {**decoder, "unused": unused}
+    return {**decoder, "unused": notes}
 
 
 def _with_kinds(given: dict[str, Any]) -> dict[str, Any]:

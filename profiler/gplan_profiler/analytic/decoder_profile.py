@@ -252,8 +252,8 @@ def _empty_gradients(parts: tuple[Part, ...]) -> list[SharedWeight]:
     ]
 
 
-def num_parameters(decoder: Decoder) -> tuple[int, int]:
-    """Parameters of a model, and those that a token uses, without multi-token prediction."""
+def num_parameters(decoder: Decoder) -> tuple[int, int, int]:
+    """Parameters of a model, those of them that a token uses, and beside them those of multi-token prediction."""
     kernels = LayerKernels(decoder, Widths(), 1, fuses_cross_entropy=False)
     blocks = [kernels.block("", decoder.block_kind(i, 1)) for i in range(decoder.num_hidden_layers)]
     table = decoder.vocab_size * decoder.hidden_size * decoder.ties_embedding
@@ -261,7 +261,9 @@ def num_parameters(decoder: Decoder) -> tuple[int, int]:
     experts = sum(x.experts for x in blocks)
     taken = experts * decoder.num_experts_per_tok // max(1, decoder.routed_experts)
     total = table + sum(x.parameters for x in whole) + experts
-    return total, total - experts + taken
+    further = decoder.num_nextn_predict_layers and kernels.prediction("")
+    predicting = decoder.num_nextn_predict_layers * (further.parameters + further.experts) if further else 0
+    return total, total - experts + taken, predicting
 
 
 def check_divisions(decoder: Decoder, *, tensor: int, context: int, expert: int, sequence_length: int) -> None:

@@ -23,6 +23,7 @@ import msgspec
 from gplan.core import Device, Link, OperationKind
 from gplan.core.checks import check_not_negative, check_positive
 from gplan.core.errors import FileError, UsageError
+from gplan.core.units import MOST_OF_CARD, parse_link, parse_network
 from gplan.files.machine_file import LinkTable, MessageTable
 from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, Shape, ShapeTable
 
@@ -38,14 +39,16 @@ PRODUCTS: tuple[OperationKind, ...] = ("matmul", "convolution", "attention")
 
 _LEAST_FLOPS_PER_S = 1e9  # lower numbers are probably in another unit
 _LEAST_LINK = 1e6
+_DEVICES_PER_NODE = 8
 _MOST_SHARE = 2.0  # a causal attention that counts the whole square may reach twice the peak
 _LEAST = {"bytes_per_s": 1e8, "memory_bytes": 1e6}
+_SIZE_TOLERANCE = 0.1  # between the memory in a device's name and its bytes
 # words beside a device's name
 _NO_NAME = re.compile(r"nvidia|amd|geforce|tesla|instinct|google|sxm\d?|hbm\d?e?|oam|gpu|")
 _TABLE: dict[str, Any] = msgspec.toml.decode(
     resources.files("gplan_profiler.analytic").joinpath("hardware.toml").read_text(encoding="utf-8")
 )
-_PARTS = ("link", "network", "efficiency", "collectives", "sources")  # of an entry, whose values hold one by one
+_PARTS = ("flops_per_s", "link", "network", "efficiency", "collectives", "sources")  # whose values hold one by one
 _USUAL_COLLECTIVES: dict[str, Any] = _TABLE["collectives"]
 
 
@@ -81,7 +84,7 @@ class Hardware:
     shapes: ShapeTable = field(default_factory=ShapeTable)  # shares by shape, in place of `efficiencies`
     kernels: Mapping[KernelName, Efficiency] = field(default_factory=dict)  # in place of those of their kind
     network: Link
-    devices_per_node: int = 8
+    devices_per_node: int = _DEVICES_PER_NODE
     network_share: float = 1.0  # of the network's rate that collectives reach
     collectives: Mapping[ExchangeKind, CollectiveRate] = field(default_factory=dict)  # one for every kind
 
@@ -162,7 +165,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shapes: _ShapeShares = _ShapeShares()
     kernels: dict[KernelName, Efficiency] = {}
     network: MessageTable | None = None  # None: as the link
-    devices_per_node: int = 8
+    devices_per_node: int = _DEVICES_PER_NODE
     network_share: float | None = None  # None, and no collectives: those of the table's own entry "collectives"
     collectives: dict[ExchangeKind, CollectiveRate] = {}
 
@@ -188,9 +191,14 @@ def load_hardware(name_or_path: str) -> Hardware:
         raise FileError(f"{path} cannot be read: {error.strerror}; expected a {kind} file of a device") from error
     except ValueError as error:  # of both parsers
         raise FileError(f"{path} cannot be parsed as {kind}: {error}; expected keys such as bytes_per_s") from error
-    if isinstance(content, dict) and (like := content.get("like", "h100")) not in table:
-        raise FileError(f"{path} is like {like}, which is no device; expected one of {', '.join(table)}")
-    return described_hardware(_whole(content), name=path.stem, place=str(path))
+    if isinstance(content, dict):
+        if (like := content.get("like", "h100")) not in list(table):
+            raise FileError(f"{path} is like {like}, which is no device; expected one of {', '.join(table)}")
+        try:
+            content = _whole(content)
+        except UsageError as error:  # of a link or a network as text
+            raise FileError(f"{path}: {error}") from error
+    return described_hardware(content, name=path.stem, place=str(path))
 
 
 def _table_name(name: str) -> str:
@@ -200,9 +208,12 @@ def _table_name(name: str) -> str:
     ('a100', 'rtx4090', 'h100-pcie')
     """
     words = [x for x in re.split(r"[^a-z0-9]+", name.lower()) if not _NO_NAME.fullmatch(x)]
-    plain = "-".join(words).replace("rtx-", "rtx")
-    sized = {f"{x}-{entry.get('memory_bytes', 0) / 1e9:.0f}gb": x for x, entry in hardware_table().items()}
-    return sized.get(plain, plain)
+    plain = "-".join(words).replace("rtx-a", "a").replace("rtx-", "rtx")
+    sized, table = re.fullmatch(r"(.+)-(\d+)gb", plain), hardware_table()
+    if sized and plain not in table and sized[1] in table:
+        found = table[sized[1]].get("memory_bytes", 0) / 2**30
+        return sized[1] if abs(found / int(sized[2]) - 1) < _SIZE_TOLERANCE else plain
+    return plain
 
 
 def hardware_table() -> dict[str, Any]:
@@ -211,11 +222,17 @@ def hardware_table() -> dict[str, Any]:
 
 
 def _whole(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of the table with what it takes from the device that it is like."""
-    if "like" not in entry:
-        return entry
-    other = _whole(_TABLE[entry["like"]])
+    """An entry with what it takes from the device that it is like, and a link or a network in text as a table.
+
+    Raises UsageError for text that is none.
+    """
+    other = _whole(_TABLE[entry["like"]]) if "like" in entry else {}
     own = {key: value for key, value in entry.items() if key != "like"}
+    given = own.get("devices_per_node", other.get("devices_per_node"))
+    per_node = given if isinstance(given, int) and given > 0 else _DEVICES_PER_NODE
+    for name, text in [(x, own[x]) for x in ("link", "network") if isinstance(own.get(x), str)]:
+        parsed = parse_link(text) if name == "link" else parse_network(text, devices_per_node=per_node)
+        own[name] = {"bytes_per_s": parsed[0], **({"latency_s": parsed[1]} if parsed[1] else {})}
     parts = {x: {**other.get(x, {}), **own[x]} for x in _PARTS if isinstance(own.get(x), dict)}
     return {**other, **own, **parts}
 
@@ -225,9 +242,8 @@ def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Har
     try:
         entry = msgspec.convert(content, _Entry)
     except msgspec.ValidationError as error:
-        raise FileError(
-            f"{place} does not describe a device: {error}; see gplan_profiler/analytic/hardware.toml for the keys"
-        ) from error
+        keys = ", ".join(("like", *_Entry.__struct_fields__))
+        raise FileError(f"{place} does not describe a device: {error}; expected keys are {keys}") from error
     _check(entry, place)
     try:
         link = entry.link.link()
@@ -283,6 +299,12 @@ def _check(entry: _Entry, place: str) -> None:
             raise FileError(
                 f"{place}: {key} is {value:g}; expected {least:g} or more: bytes and flops, not GB or Tflop"
             )
+    if entry.network and entry.network.bytes_per_s > MOST_OF_CARD:
+        found = entry.network.bytes_per_s
+        raise FileError(
+            f"{place}: network.bytes_per_s is {found:g}, more than any card has; if these are bits, write network = "
+            f'"{found / 1e9:g}Gb/s"'
+        )
     latencies = {f"{name}.latency_s": link.latency_s for name, link in links.items() if link}
     for key, value in ({"launch_s": entry.launch_s} | latencies).items():
         if not 0 <= value < 1:
