@@ -379,7 +379,7 @@ def test_names_and_dials() -> None:
     assert (found.best.choice.widths.devices, found.num_choices) == (4, 1)
     assert told == [
         "meta-llama/Llama-3.1-8B: 2.80 billion parameters",
-        "machine: h100 with 79.6 GiB, 8 in a node; links of 450 GB/s in a node, network of 50 GB/s for each device",
+        "machine: h100 with 79.1 GiB, 8 in a node; links of 450 GB/s in a node, network of 50 GB/s for each device",
     ]
     of_batch = layout_of("meta-llama/Llama-3.1-8B", **common, num_devices=2, tensor=2, data=2, batch_size=20)
     assert of_batch.best.choice.num_microbatches == 10

@@ -65,7 +65,7 @@ def test_where_time_is_up_the_message_claims_no_more_than_is_known(monkeypatch: 
     )  # fmt: skip
     monkeypatch.setattr(diagnosis, "_SEARCH_S", 0.0)
     found = tightest_device(problem)
-    tight = replace(problem, memory_bytes=found.peak_bytes - 1)
+    tight = replace(problem, memory_bytes=found.peak_bytes * 3 // 4)  # within which a partition may be or not
     assert not found.is_proven and is_feasible(tight) is None
     text = str(no_plan_error(tight))
     assert f"the smallest memory that was found to fit is {bytes_text(found.peak_bytes)}" in text
