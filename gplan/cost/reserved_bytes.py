@@ -32,7 +32,7 @@ CONTEXT_BYTES = 500_000_000 + NCCL_BYTES
 
 Allocator = TypeVar("Allocator", bound=CachingAllocator)
 
-_MORE_IN_VAIN = 2  # times what other devices reserve in vain: a device is taken to reserve no more than that
+_MOST_EXCESS = 2  # times the largest excess of other devices: a device is taken to reserve no more beyond its peak
 _MORE = 4  # micro-batches than devices are replayed
 
 
@@ -67,15 +67,16 @@ def beside_bytes(profile: Profile) -> int:
 def bytes_over(plan: Plan, profile: Profile, limit: int) -> int:
     """How much too little memory devices of so many bytes have for a plan; 0 or less where it fits.
 
-    Replayed are the first and the last device, then others by falling peak, until none can reserve more than those before,
-    if at most twice as much is reserved in vain. Negative where what is reserved is not known.
+    Replays the first and the last device, then the others by falling peak, and stops when the next peak plus twice the largest
+    excess so far is below the largest reservation. The factor of two is assumed, so this is no bound. Negative where the tensors of
+    layers are not known.
     """
     peaks = plan.device_peak_bytes
-    most = in_vain = 0
+    most = excess = 0
     for device in dict.fromkeys([0, len(peaks) - 1, *sorted(range(len(peaks)), key=lambda x: -peaks[x])]):
-        if peaks[device] + _MORE_IN_VAIN * in_vain > most:
+        if peaks[device] + _MOST_EXCESS * excess > most:
             reserved = sum(device_reserved_bytes(plan, profile, [device]))
-            most, in_vain = max(most, reserved), max(in_vain, reserved - peaks[device])
+            most, excess = max(most, reserved), max(excess, reserved - peaks[device])
     return most + beside_bytes(profile) - limit
 
 

@@ -206,9 +206,7 @@ def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | No
     title, special = receiver.title, special_layers(profile)
     if found := receiver.refuses & special:
         what = SPECIAL_LAYERS[min(found)]
-        raise UsageError(
-            f"the model has {what}, which the models of {title} do not have; take another trainer with --to"
-        )
+        raise UsageError(f"the model has {what}, which the models of {title} do not have; choose another trainer")
     decoder = decoder_of(names, title) if receiver.cuts in ("names", "decoder", "blocks") else None
     if decoder is not None and receiver.cuts != "names":
         _check_blocks(decoder, profile, title)

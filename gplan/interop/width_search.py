@@ -214,9 +214,9 @@ class WidthSearch(WidthSpace):
 
     def _any_fits(self) -> bool:
         """Whether some of the settings that need least memory fit."""
-        choices = [
-            x for x in self.choices() if x.recompute == "always" and x.num_chunks == 1 and x.microbatch_size == 1
-        ]
+        choices = [x for x in self.choices() if x.num_chunks == 1 and x.microbatch_size == 1]
+        least = "always" if any(x.recompute == "always" for x in choices) else "never"
+        choices = [x for x in choices if x.recompute == least]
         bounds = sorted(map(self.bounds_of, choices), key=lambda x: x.device_state_bytes)[:_NUM_TRIED]
         problems = (self.problem(x.choice) for x in bounds if x.step_s < INFINITY)
         return any(self.even_cut(x) is not None for x in problems)

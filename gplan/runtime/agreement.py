@@ -160,7 +160,7 @@ class Agreement:
                 raise UsageError(
                     f"the copies of {name} have drifted apart before {call} number {announced.number}: values of {drifted}; expected "
                     "the same changes of gradients and weights on every rank: random numbers of one seed, pipe.clip_grad_norm_ "
-                    "in place of a norm over the parameters of one rank, and the same optimizer settings"
+                    "in place of a norm over the parameters of one rank, and the same optimizer settings on devices of one kind"
                 )
 
 

@@ -68,7 +68,7 @@ def add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, these parameters have no gradients of before, which are added to theirs at its end."""
+    """Set the gradients of these parameters to None inside the block, and add the earlier ones at its end."""
     before = [(x, x.grad) for x in parameters]
     for parameter, _ in before:
         parameter.grad = None

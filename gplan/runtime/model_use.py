@@ -121,8 +121,8 @@ class UnchangedModel:
         """Raise UsageError if a script changed the model, or put it in evaluation mode."""
         if not self._model.training:
             raise UsageError(
-                f"{type(self._model).__name__} is in evaluation mode; pipe.step expects training mode: call train() of the model "
-                "before, and eval() of those of its children that must not train before gplan.pipeline"
+                f"{type(self._model).__name__} is in evaluation mode; pipe.step expects training mode: call model.train() "
+                "first; children that must not train: call their eval() after it, and before gplan.pipeline"
             )
         changed = [f"{path} was changed" for path in changed_since(self._attributes)]
         for module, trains in self._trained.items():

@@ -62,6 +62,7 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     check_limits(memory_bytes=request.memory_bytes, time_limit_s=request.time_limit_s)
     limit, within = _limits(profile, request)
     tensors, failed = TensorLimit(within or 0), None
+    deadline_s = time.perf_counter() + (TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s)
     for _ in range(_NUM_TRIES):
         try:
             found = with_reserved(balance_fixed(profile, replace(request, memory_bytes=within)), profile)
@@ -73,7 +74,7 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
             if lacking <= 0:
                 return _finished(found, profile, limit)
             tensors.lower(found.peak_bytes, lacking)
-        if not tensors.is_worth_trying:
+        if not tensors.is_worth_trying or time.perf_counter() > deadline_s:
             break
         within = tensors.num_bytes
     if failed is not None:

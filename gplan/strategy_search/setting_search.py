@@ -65,9 +65,10 @@ _Way: TypeAlias = tuple[Setting, RecomputeMode]
 
 @dataclass(slots=True)
 class TensorLimit:
-    """The memory that tensors may take of a device, so that it has what its allocator reserves, too.
+    """A limit on the bytes of tensors, found by bisection, within which a plan fits with what its allocators reserve.
 
-    It is lowered by what a plan lacks. Other plans lack less: where none fits any more, it goes halfway back.
+    A plan that lacks memory lowers it by what it lacks; where no plan is found within it, it goes halfway back, as other plans
+    may lack less.
     """
 
     num_bytes: int
@@ -86,7 +87,7 @@ class TensorLimit:
 
     @property
     def is_worth_trying(self) -> bool:
-        """Whether a plan may fit that lacks nothing, by more than a hair below the last one."""
+        """Whether the limits between `least` and `most` differ by more than 0.2 %."""
         return self.most - self.least > max(1, int(_NEAR * self.most))
 
 
@@ -238,7 +239,7 @@ class SettingSearch:
         return best
 
     def least_within(self, memory_bytes: int | None) -> int | None:
-        """The least memory for tensors that any setting was balanced with."""
+        """The least memory that the tensors of any setting are limited to now."""
         return memory_bytes and min([memory_bytes, *(x.num_bytes for x in self._tensor_limits.values())])
 
     def closed_bounds(self, setting: Setting, recompute: RecomputeMode) -> SettingBounds:

@@ -135,11 +135,14 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         yield
     finally:
         for name in attributes:
-            setattr(owner, name, before[name]) if name in before else delattr(owner, name)
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
 
 
 def module_calls_replaced(call: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside, a call of a module is `call(plain, module, *args, **kwargs)`; `plain(module, ...)` is what it is else."""
+    """Inside, a call of a module is `call(plain, module, *args, **kwargs)`; `plain(module, ...)` is the original call."""
     plain: Callable[..., Any] = nn.Module._call_impl
 
     def replacement(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +158,7 @@ def module_moves_replaced(to: Callable[..., Any]) -> AbstractContextManager[None
 
 @contextmanager
 def function_calls_replaced(call: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a call of a custom autograd function is `call(plain, function, *args, **kwargs)`; `plain(*args, **kwargs)` is what it is else.
+    """Inside, a call of a custom autograd function is `call(plain, function, *args, **kwargs)`; `plain(*args, **kwargs)` is the original call.
 
     Scripts keep `Function.apply` in names of their own (`scan = Scan.apply`), which no attribute replaces: outside transforms
     such as torch.vmap it is the `apply` of its base class that is replaced, which it calls.
@@ -170,7 +173,11 @@ def function_calls_replaced(call: Callable[..., Any]) -> Iterator[None]:
 
     def outside(function: Any, *args: Any, **kwargs: Any) -> Any:
         plain = super(base, function).apply
-        return call(plain, function, *args, **kwargs) if issubclass(function, torch.autograd.Function) else plain(*args)
+        return (
+            call(plain, function, *args, **kwargs)
+            if issubclass(function, torch.autograd.Function)
+            else plain(*args, **kwargs)
+        )
 
     with (
         replaced(torch.autograd.Function, apply=classmethod(in_transforms)),

@@ -111,6 +111,6 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
         notes.append(f"the ranks are meant for these devices, in this order: {', '.join(names)}")
     if profile is None:
         notes.append(
-            "without the profile, the order of the layers, what skips layers and shared weights were not checked"
+            "without the profile, the order of the layers, their kinds (such as Mamba-2), skip connections and shared weights were not checked"
         )
     return Export(format=to, text=text, notes=tuple(notes))

@@ -56,6 +56,8 @@ def to_megatron(plan: Plan, profile: Profile | None) -> Written:
         arguments.append(("--pipeline-model-parallel-layout", layout_of(plan, decoder)))
     if "Mamba" in special_layers(profile):
         ends = [0, *accumulate(num_parts)]
+        if strange := {*kinds} - _PARTS.keys():
+            raise UsageError(f"{_TITLE}'s hybrid pattern has no letter for {min(strange)}; choose another trainer")
         stages = ["".join(map(_PARTS.__getitem__, kinds[first:end])) for first, end in pairwise(ends)]
         num_parts = [len(x) for x in stages]
         arguments = [(HYBRID, "|".join(stages)), size]
@@ -93,7 +95,8 @@ def _kinds(kinds: Sequence[str]) -> list[tuple[str, str | int]]:
 
 
 def _list(flags: Sequence[bool]) -> str:
-    """
+    """Flags as Megatron-LM's list expression, with its period.
+
     >>> _list([False] + [True] * 45), _list([True, True, False] * 2)
     ('([0]*1+[1]*45)', '([1]*2+[0]*1)*2')
     """
@@ -179,7 +182,7 @@ def _layout(stages: Sequence[str]) -> str:
 
 
 def _num_blocks(plan: Plan, decoder: DecoderLayers) -> list[int]:
-    """Of each stage."""
+    """Blocks of each stage."""
     return [decoder.counts(x.first_layer, x.end_layer)[0] for x in plan.stages]
 
 
@@ -203,8 +206,8 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> list[
     special, widths = special_layers(profile), computed_widths(profile)
     is_hybrid, least = "Mamba" in special, f" (at least {widths['sequence_length']})" if widths else ""
     notes = [
-        f"{HYBRID} with | between stages needs a Megatron-LM after core 0.16, which runs equal numbers of layers on each rank; read in its "
-        "source, not run"
+        f"{HYBRID} with | between stages needs a Megatron-LM newer than core 0.16, which puts equal numbers of layers on all ranks; read in "
+        "the source of the newer one, not run"
         if is_hybrid
         else _letters(plan, decoder),
         "the flags of the model stand beside these, such as --hidden-size, --num-attention-heads, --group-query-attention, --swiglu, "

@@ -18,7 +18,7 @@ _PRODUCTS = ("matmul", "attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
+class WidthAlternative:
     """A setting that was compared; without a partition, `step_s` is a lower bound."""
 
     choice: Choice
@@ -26,16 +26,16 @@ class Alternative:
     peak_bytes: int | None  # of tensors on the fullest device; None: without a partition
 
     @property
-    def tokens_per_s(self) -> float:
-        """Of each device."""
+    def tokens_per_s_per_device(self) -> float:
+        """Tokens of a step over its seconds and devices."""
         split = self.choice.widths
         tokens = self.choice.num_microbatches * self.choice.microbatch_size * split.data * split.sequence_length
         return tokens / self.step_s / split.devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Of the layout that was chosen."""
+class LayoutPrediction:
+    """Predicted step and memory of the chosen layout."""
 
     step_s: float
     lower_bound_s: float  # of all settings that were allowed
@@ -53,8 +53,8 @@ class LayoutResult:
     text: str
     notes: tuple[str, ...]
     choice: Choice  # widths, in devices, and how they are run
-    prediction: Prediction | None  # None: the model is served, not trained
-    alternatives: tuple[Alternative, ...]
+    prediction: LayoutPrediction | None  # None: the model is served, not trained
+    alternatives: tuple[WidthAlternative, ...]
     ruled_out: dict[str, int]  # settings, by the reason
 
     @classmethod
@@ -62,8 +62,8 @@ class LayoutResult:
         """The fields of what was chosen."""
         plan, prediction = chosen.plan, None
         if not receiver_named(chosen.receiver).serves:
-            prediction = Prediction(
-                step_s=chosen.best.step_s, lower_bound_s=chosen.lower_bound_s, tokens_per_s_per_device=_of(chosen.best).tokens_per_s,
+            prediction = LayoutPrediction(
+                step_s=chosen.best.step_s, lower_bound_s=chosen.lower_bound_s, tokens_per_s_per_device=_of(chosen.best).tokens_per_s_per_device,
                 peak_bytes=plan.peak_bytes, reserved_bytes=max(plan.reserved_bytes, default=None),
                 needed_bytes=plan.device_total_bytes,
             )  # fmt: skip
@@ -73,17 +73,17 @@ class LayoutResult:
         )  # fmt: skip
 
 
-def _of(one: PlannedChoice) -> Alternative:
-    return Alternative(choice=one.choice, step_s=one.step_s, peak_bytes=one.peak_bytes)
+def _of(one: PlannedChoice) -> WidthAlternative:
+    return WidthAlternative(choice=one.choice, step_s=one.step_s, peak_bytes=one.peak_bytes)
 
 
-def alternatives(chosen: ChosenWidths) -> list[Alternative]:
+def alternatives(chosen: ChosenWidths) -> list[WidthAlternative]:
     """The best setting of each set of widths, the chosen one first; those without a partition come last."""
     of_widths = dict[Widths, PlannedChoice]()
     for one in chosen.planned:
         of_widths.setdefault(one.choice.widths, one)
     found = [_of(x) for x in of_widths.values()]
-    found += [Alternative(choice=x, step_s=bound_s, peak_bytes=None) for x, bound_s in chosen.unplanned]
+    found += [WidthAlternative(choice=x, step_s=bound_s, peak_bytes=None) for x, bound_s in chosen.unplanned]
     return found[:_NUM_SHOWN]
 
 
@@ -94,7 +94,7 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
     best, every = chosen.best, alternatives(chosen)
     devices = counted(best.choice.widths.devices, "device")
     yield (
-        f"predicted: a step of {seconds_text(best.step_s)}, {every[0].tokens_per_s:,.0f} tokens/s and "
+        f"predicted: a step of {seconds_text(best.step_s)}, {every[0].tokens_per_s_per_device:,.0f} tokens/s and "
         f"{flops_text(device_flops(chosen) / best.step_s)}/s (as Megatron-LM counts them) for each of {devices}, "
         f"at most {bytes_text(best.peak_bytes)} of tensors on one"
     )

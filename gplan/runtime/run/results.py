@@ -84,7 +84,7 @@ def on_one_clock(ranks: Sequence[Sequence[StepRecord]], clocks: Sequence[str]) -
         return replace(step, actions=actions, start_s=first.start_s, end_s=step.end_s + later_s)
 
     return [
-        list(own) if clock == clocks[0] else list(map(shifted, own, ranks[0]))
+        list(own) if clock == clocks[0] else [shifted(x, first) for x, first in zip(own, ranks[0], strict=True)]
         for own, clock in zip(ranks, clocks, strict=True)
     ]
 

@@ -267,9 +267,8 @@ def check_calls(model: nn.Module, inputs: object, readings: Mapping[str, str], *
                 with model_state_restored(model):
                     made = [Excerpt.of(x) for x in tensors_in(model(*args, **kwargs))]
                 outputs += [] if is_other else [made]
-            except (
-                Exception
-            ):  # of inputs that are not valid, or where an iterator ends; else reported where the model is run
+            # Inputs that are not valid, or the end of an iterator; else it is reported where the model is run.
+            except Exception:
                 is_compared = False
             if readings:
                 states.append(state_of(model))
