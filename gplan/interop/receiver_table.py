@@ -1,4 +1,4 @@
-"""The table of trainers that read a plan: what each can run. The command line reads it too, so it imports nothing else.
+"""The table of trainers that read a plan: what each can run. It imports little, so that the command line reads it quickly.
 
 Its rules are checked by `receivers`; their sources are in each receiver's module of `interop/export`.
 """
@@ -25,7 +25,7 @@ SPECIAL_LAYERS = {
     "SandwichNorm": "norms both before and after attention and perceptron",
     "PostNorm": "norms after attention and perceptron only",
 }
-"""Parts of computed blocks that are not in every trainer's own models, by what the block's kind then begins with or has."""
+"""Kinds of layers that not every trainer has; a computed block has one if its `kind` contains the key."""
 
 OTHER_NAMES = {
     "nemo": "automodel (NeMo Automodel) or megatron (NeMo on Megatron-core)",
@@ -33,7 +33,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("mcore", "megatron-core", "megatron-lm", "megatron_lm", "megatron-bridge"), "megatron"),
     **dict.fromkeys(("titan", "torch-titan"), "torchtitan"),
 }
-"""The names here of trainers that people call otherwise."""
+"""Other common names of trainers, and what gplan calls them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,8 +225,8 @@ class WidthSpace:
         found = (next((x for x in sizes if 2 * num_divisors(x) >= len(widths)), 0) for sizes in (lower, upper))
         near = " and ".join(f"{x} ({num_divisors(x)})" for x in found if x)
         return (
-            f"a batch of {self.batch_size} samples is divided by {own} of the {len(widths)} data widths that are "
-            f"possible, so few settings are left; near it, more divide {near}"
+            f"{own} of {len(widths)} possible data widths divide a batch of {self.batch_size} samples, so few settings are left; more "
+            f"divide {near}"
         )
 
 

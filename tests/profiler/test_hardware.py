@@ -117,9 +117,9 @@ def test_names_of_drivers_and_files_that_are_like_a_device(tmp_path: Path) -> No
         load_hardware(written(tmp_path, 'like = "b900"'))
 
 
-def test_memory_is_what_the_driver_prints() -> None:
-    totals = {"h100": 81559, "h200": 143771, "a100-40gb": 40960, "rtx4090": 24564, "b200": 183359, "mi300x": 196592}
-    assert {x: (load_hardware(x).memory_bytes or 0) / 2**20 for x in totals} == totals
+def test_memory_is_what_cuda_gives_to_processes() -> None:
+    totals = {"h100": 79.1, "h200": 139.8, "a100": 79.15, "a100-40gb": 39.4, "rtx4090": 23.64, "v100": 31.74}
+    assert {x: round((load_hardware(x).memory_bytes or 0) / 2**30, 2) for x in totals} == totals
 
 
 def test_a_link_and_a_network_may_be_text(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypedDict
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +80,11 @@ _PARAMETER_KEYS = frozenset({"params", "param_names"})  # differ between stages;
 _SPEED_KEYS = frozenset({"foreach", "fused", "capturable", "differentiable"})  # the result is the same
 
 
-OptimizerState: TypeAlias = tuple[Mapping[str, Mapping[str, object]], list[Group]]
-"""The state of one rank's optimizer: its entries by parameter, then by the optimizer's own key; and its groups."""
+class OptimizerState(NamedTuple):
+    """The state of one rank's optimizer."""
+
+    entries: Mapping[str, Mapping[str, object]]  # by parameter, then by the optimizer's own key
+    groups: list[Group]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> OptimizerState:
@@ -95,10 +98,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
     names = group_names(optimizer, parameters)
     by_number = _numbered(packed, names)
     state = {by_number[number]: entries for number, entries in content["state"].items() if number in by_number}
-    return state, [
+    groups = [
         {"params": [name for name in row if name is not None], **_values(group)}
         for group, row in zip(packed, names, strict=True)
     ]
+    return OptimizerState(state, groups)
 
 
 def load_optimizer_state(

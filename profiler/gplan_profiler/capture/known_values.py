@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,9 +80,11 @@ class _Value:
     num_writes: int  # into the fake tensor, when this value was valid
 
 
-_ConstantCall: TypeAlias = tuple[Callable[[], Any], tuple[Tensor, ...]]
-"""What repeats a call that depends on constants alone on real tensors, which raises its errors and _Inconstant; and the
-original arguments that are tensors."""
+class _ConstantCall(NamedTuple):
+    """A call that depends on constants alone."""
+
+    repeat: Callable[[], Any]  # on real tensors; raises its errors and _Inconstant
+    tensors: tuple[Tensor, ...]  # the original arguments that are tensors
 
 
 @contextmanager
@@ -118,13 +120,13 @@ class _Constants(TorchFunctionMode):
         kwargs = kwargs or {}
         call = self._constant_call(function, args, kwargs)
         if call is not None and function in _QUESTIONS:
-            return call[0]()
+            return call.repeat()
         if function is Tensor.__bool__ and (passes := passed_check(args[0])) is not None:
             return passes
         if (answer := answer_of_batch(function, args)) is not NotImplemented:
             return answer
         output = without_draws(lambda: function(*args, **kwargs))
-        is_followed = call is not None and self._follow(function, *call, output)
+        is_followed = call is not None and self._follow(function, call, output)
         if self._values and not is_followed and _may_write(function, kwargs):
             if is_transforming():  # the tensors may stand for others
                 self._values.clear()
@@ -163,7 +165,7 @@ class _Constants(TorchFunctionMode):
             with on_real_tensors(), _Pure():  # type: ignore[no-untyped-call]
                 return function(*real_args, **real_kwargs)
 
-        return repeat, fakes
+        return _ConstantCall(repeat, fakes)
 
     def _stand_in(self, tensor: Any, function: Callable[..., Any]) -> Any:
         """A real tensor in place of an argument of which only shape, dtype and device are read."""
@@ -178,16 +180,14 @@ class _Constants(TorchFunctionMode):
         self._values[made] = _Value(made, _num_writes(made))
         return made
 
-    def _follow(
-        self, function: Callable[..., Any], repeat: Callable[[], Any], given: tuple[Tensor, ...], output: Any
-    ) -> bool:
+    def _follow(self, function: Callable[..., Any], call: _ConstantCall, output: Any) -> bool:
         """Repeat a call on the real tensors; returns whether the values of its results are known."""
         fakes = list(tensors_in(output))
         is_of_use = fakes or function is Tensor.__setitem__
-        if not is_of_use or not all(_can_be_kept(x) for x in (*fakes, *given)):
+        if not is_of_use or not all(_can_be_kept(x) for x in (*fakes, *call.tensors)):
             return False
         try:
-            reals = list(tensors_in(repeat()))
+            reals = list(tensors_in(call.repeat()))
         except Exception:  # the value stays unknown
             return False
         with DisableTorchFunction():
@@ -196,7 +196,9 @@ class _Constants(TorchFunctionMode):
             ]
         if places[0] != places[1]:
             return False
-        written = ((fake, x.real) for fake in given if (x := self._values.get(fake)))  # the call may have written there
+        written = (
+            (fake, x.real) for fake in call.tensors if (x := self._values.get(fake))
+        )  # the call may have written there
         for fake, real in (*written, *zip(fakes, reals, strict=True)):
             self._values[fake] = _Value(real, _num_writes(fake))
         return True
