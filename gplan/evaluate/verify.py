@@ -85,7 +85,8 @@ def run_rounds(
     error where the first plan fails before a round is complete, and KeyboardInterrupt where even that plan has no run.
     """
     runs: list[list[Run]] = [[] for _ in plans]
-    failed, left_out, ended = set[int](), list[LeftOut](), ""
+    failed, left_out = set[int](), list[LeftOut]()
+    ended: tuple[str, str] | None = None  # why before the last round, and the error
     labels, forth = list(plans), range(len(plans))
     try:
         for number, i in ((n, i) for n in range(num_rounds) for i in (forth[::-1] if n % 2 else forth)):
@@ -104,11 +105,11 @@ def run_rounds(
     except KeyboardInterrupt:
         if not runs[0]:
             raise KeyboardInterrupt("no plan had been run to its end, so there is no verification") from None
-        ended = "interrupted: the results are of {}"
+        ended = "interrupted: ", ""
     except GplanError as error:
         if not all(own or i in failed for i, own in enumerate(runs)):
             raise
-        ended = f"the plan failed in a later round, so the results are of {{}}: {error}"
+        ended = "the plan failed in a later round, so ", f": {error}"
     num_complete = max(1, min(len(own) for i, own in enumerate(runs) if i not in failed))
     runs = [own[:num_complete] for own in runs]
     never = (label for i, label in enumerate(labels) if not runs[i] and i not in failed)
@@ -119,9 +120,10 @@ def run_rounds(
         if own:
             typical = min(own, key=lambda run: abs(run.timeline.step_s - geometric_mean(steps_s)))
             contenders.append(Contender(label=label, run=typical, steps_s=steps_s))
-    notes = (
-        [ended.replace("{}", "the whole rounds so far" if num_complete > 1 else "the first round", 1)] if ended else []
-    )
+    notes = list[str]()
+    if ended is not None:
+        extent = "the whole rounds so far" if num_complete > 1 else "the first round"
+        notes.append(f"{ended[0]}the results are of {extent}{ended[1]}")
     if disturbed := [x for own in runs for x in own if x.num_disturbed > _MOST_DISTURBED * x.num_settled]:
         load = largest_load([x.host_load for x in disturbed if x.host_load is not None])
         quiet = " when the machine is quiet" if load is not None and load.is_evidence else ""

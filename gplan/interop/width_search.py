@@ -224,11 +224,6 @@ class WidthSearch(WidthSpace):
     def _nothing_fits_text(self, choices: Sequence[Choice], *, deadline_s: float) -> str:
         """What the model needs at least, where nothing fits, and what has it: other dials, or a larger machine of that kind."""
         least_bytes = min(self.bounds_of(x).device_state_bytes for x in choices)
-        per_node = self.hardware.devices_per_node
-        counts = [
-            *(1 << x for x in range(per_node.bit_length()) if 1 << x < per_node),
-            *(per_node * x for x in _LARGER_NODES),
-        ]
         text = (
             f"{self.name} fits on no split of {counted(self.num_devices, 'device')} with {bytes_text(self.usable_bytes)} "
             f"for tensors on each; weights, gradients and optimizer alone take {bytes_text(least_bytes)} a device"
@@ -240,17 +235,17 @@ class WidthSearch(WidthSpace):
         whole = self.bounds_of(
             replace(choices[0], widths=Widths(sequence_length=self.sequence_length))
         ).device_state_bytes
-        tried = 0
-        for count in counts:
+        tried, per_node = 0, self.hardware.devices_per_node
+        in_a_node = [1 << x for x in range(per_node.bit_length()) if 1 << x < per_node]
+        for count in (*in_a_node, *(per_node * x for x in _LARGER_NODES)):
             if count > self.num_devices and count * self.usable_bytes >= whole:
                 tried = count
                 if replace(self, num_devices=count, batch_size=count, fixed=kept)._any_fits():
                     return f"{text}; the smallest machine of that kind that was found to fit has {counted(count, 'device')}"
                 if time.perf_counter() > deadline_s:
                     break
-        return (
-            f"{text}; up to {tried} devices were tried: take devices with more memory, or a smaller --sequence-length"
-        )
+        larger = f"; up to {tried} devices were tried" if tried else ""
+        return f"{text}{larger}: take devices with more memory, or a smaller --sequence-length"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 Each call is announced to all ranks by an all-gather of numbers on the CPU: the method, the number of samples, digests of
 inputs and targets, and checksums of the trained weights that other ranks have copies of (tied ones, and those of replicas):
-a script that edits gradients otherwise on each rank would let the copies drift apart. Only a rank that finds a difference can explain the hang that would follow, so every call
-but a step waits for the others' numbers. A step goes on meanwhile and reads them when the next call begins. Digests read
-every byte, so they and the checksums are made in the first ten steps and in those that are powers of two; such a step waits too.
+these drift apart where a script changes gradients differently on each rank. Only a rank that finds a difference can explain
+the hang that would follow, so every call but a step waits for the others' numbers. A step goes on meanwhile and reads them
+when the next call begins. Digests and checksums read every byte, so they are made in the first ten steps and in those that
+are powers of two; such a step waits too.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ sum of the gradients of one step.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
@@ -172,7 +171,7 @@ def _sum_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: int)
 
 
 def copied_weights(
-    used_by_stage: Sequence[Collection[str]],
+    shared: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, Tensor],
     ranks: RankLayout | None,
     *,
@@ -181,21 +180,17 @@ def copied_weights(
 ) -> dict[str, Tensor | None]:
     """The trained weights of which several ranks have copies: equal keys on all ranks, None where this rank has no copy.
 
-    Of a weight that replicas divide, the ranks of one replica have copies, if it is tied.
+    `shared`: the stages of every tied name; `divided`: the names of weights of which each replica has a part. Of these the ranks of
+    one replica have copies, if they are tied.
     """
     if ranks is None:
         return {}
-    holders = defaultdict[str, set[int]](set)
-    for device, used in zip(ranks.devices, used_by_stage, strict=True):
-        for name in used:
-            holders[name].add(device)
+    tied = {name for name, stages in shared.items() if len(ranks.devices_of(stages)) > 1}
     found: dict[str, Tensor | None] = {}
-    for name, devices in holders.items():
-        if name not in trained or len(devices) * ranks.num_replicas == 1:
-            continue
+    for name in sorted(trained if ranks.num_replicas > 1 else tied.intersection(trained)):
         if name not in divided:
             found[name] = tensors.get(name)
-        elif len(devices) > 1:
+        elif name in tied:
             for replica in range(ranks.num_replicas):
                 found[f"{name} in replica {replica}"] = tensors.get(name) if replica == ranks.replica else None
     return found

@@ -237,7 +237,7 @@ class Pipeline(StageState):
         captures.set_tensors({**computing, **shards.gathered}, shards.groups, around_capture=shards.allocated)
         tensors.update(shards.parts)
         self._trained = {name for name, x in model.named_parameters() if x.requires_grad}
-        copies = copied_weights(names.used_by_stage, tensors, ranks, trained=self._trained, divided=divided)
+        copies = copied_weights(names.shared(), tensors, ranks, trained=self._trained, divided=divided)
         super().__init__(
             names,
             tensors,

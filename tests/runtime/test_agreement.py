@@ -274,7 +274,8 @@ def test_call_on_one_rank_only(name: str, goes_on: bool, tmp_path: Path) -> None
         assert f"pipe.{name} by rank 0; pipe.step by rank 1; expected the same calls" in first
         assert "another rank of the run" in other
     else:
-        assert f"call pipe.{name} on every rank, not within `if pipe.rank == 0`" in first
+        # The other rank may have ended before its last step's numbers were read here.
+        assert re.search(rf"call pipe\.({name}|step) on every rank, not within `if pipe.rank == 0`", first)
 
 
 def test_objects_that_are_no_data_have_no_digest() -> None:

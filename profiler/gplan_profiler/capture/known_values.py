@@ -196,9 +196,8 @@ class _Constants(TorchFunctionMode):
             ]
         if places[0] != places[1]:
             return False
-        written = (
-            (fake, x.real) for fake in call.tensors if (x := self._values.get(fake))
-        )  # the call may have written there
+        # The call may have written into its arguments.
+        written = ((fake, x.real) for fake in call.tensors if (x := self._values.get(fake)))
         for fake, real in (*written, *zip(fakes, reals, strict=True)):
             self._values[fake] = _Value(real, _num_writes(fake))
         return True
