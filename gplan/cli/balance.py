@@ -62,7 +62,7 @@ def _count(_context: click.Context, _parameter: click.Parameter, text: str | Non
 @click.option("--time-limit", "time_limit_s", cls=Advanced, type=float, metavar="SECONDS",
               help="Longest search.  [default: 10; with auto 18, --machine 20, MILP 60]")  # fmt: skip
 @click.option(
-    "--machine", cls=Advanced, metavar="FILE", type=PATH, help="A TOML file with devices and links that differ."
+    "--machine", cls=Advanced, metavar="FILE", type=PATH, help="A TOML file with hosts, their devices and links."
 )
 @click.option("--cut-after", cls=Advanced, multiple=True, metavar="LAYER", help="End a stage after this layer; given K-1 times, it fixes the "
               "partition.")  # fmt: skip

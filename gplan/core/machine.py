@@ -76,6 +76,7 @@ class Link:
     points: tuple[LinkPoint, ...] = ()  # sizes rise, seconds never fall
     origin: Origin = "given"
     collectives: tuple[Collective, ...] = ()  # measured over the link; none: computed from messages
+    replica_link: Link | None = None  # between the replicas of a stage; None: this one
 
     def __post_init__(self) -> None:
         check_not_negative(self, "latency_s")
@@ -106,6 +107,11 @@ class Link:
         return np.where(sizes > 0, np.interp(sizes, known_bytes, known_s) + beyond_s, 0.0)
 
     @property
+    def of_replicas(self) -> Link:
+        """The link over which the replicas of a stage sum its gradients."""
+        return self if self.replica_link is None else self.replica_link
+
+    @property
     def least_s_per_byte(self) -> float:
         """The least time per byte over all message sizes."""
         return min([1 / self.bytes_per_s, *(x.seconds / x.num_bytes for x in self.points)])
@@ -118,6 +124,7 @@ class Link:
             bytes_per_s=self.bytes_per_s / factor,
             points=tuple(replace(x, seconds=x.seconds * factor) for x in self.points),
             collectives=tuple(replace(x, message=x.message.times(factor)) for x in self.collectives),
+            replica_link=self.replica_link and self.replica_link.times(factor),
         )
 
     def collectives_s(self, kind: CollectiveKind, num_bytes: ArrayLike, num_devices: int) -> NDArray[np.float64]:

@@ -51,7 +51,7 @@ def sharded(profile: Profile, *, num_replicas: int, sharding: Sharding) -> Profi
                 gathered[user] += weight.gathered_bytes
         before = accumulate(gathered, lambda found, x: x or found, initial=0)
         seconds, overlaps = (
-            profile.link.collectives_s("all_gather", gathered, num_replicas),
+            profile.link.of_replicas.collectives_s("all_gather", gathered, num_replicas),
             profile.device.kind != "cpu",
         )
         each = list(zip(gathered, before, map(float, seconds), strict=False))
@@ -67,7 +67,7 @@ def division_gains(profile: Profile, *, num_replicas: int) -> bool:
 
     Exact for each layer and shared weight, so for all stages; False where seconds are not linear in bytes.
     """
-    link, step, total_bytes = profile.link, profile.step, profile.trained_bytes
+    link, step, total_bytes = profile.link.of_replicas, profile.step, profile.trained_bytes
     if link.points or link.collectives or not total_bytes:
         return False
     replica = sharded(profile, num_replicas=num_replicas, sharding="optimizer")

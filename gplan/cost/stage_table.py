@@ -67,7 +67,7 @@ class StageTable:
     profile: Profile
     num_microbatches: int
     given_downsets: DownSets | None = None  # None: the layers stay in the profile's order
-    num_replicas: int = 1  # R, that average their gradients over the profile's link
+    num_replicas: int = 1  # R, that average their gradients over the profile's link of replicas
     sharding: Sharding = "none"  # over the replicas; the profile is then that of one of them
 
     # --- the layers and where they can be cut
@@ -233,7 +233,7 @@ class StageTable:
         if self.num_replicas > 1:
             for kind, field in EXCHANGED[self.sharding]:
                 num_bytes = self.sums.held(field, first, end)
-                seconds = seconds + self.profile.link.collectives_s(kind, num_bytes, self.num_replicas)
+                seconds = seconds + self.profile.link.of_replicas.collectives_s(kind, num_bytes, self.num_replicas)
         return seconds
 
     # --- bytes

@@ -21,6 +21,7 @@ from gplan.evaluate.replanning import (
     profile_in_plan_order,
     setting_of,
     why_not_replannable,
+    with_links_of,
 )
 
 OPTIONS_S = 20.0
@@ -66,7 +67,7 @@ def explain(
         notes = tuple(f"{x}; all figures here are from this profile" for x in other_times_notes(plan, ordered))
         plan = plan_with_cuts(ordered, setting, plan.cuts) if notes else plan
         deadline_s = time.perf_counter() + options_s
-        options = evaluate_options(profile, setting, deadline_s=deadline_s, progress=progress)
+        options = evaluate_options(with_links_of(plan, profile), setting, deadline_s=deadline_s, progress=progress)
     return Explanation(
         model=plan.model.name,
         setting=setting,

@@ -179,9 +179,11 @@ def _device_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change
         "more devices": (num_devices + 1, "one more"),
         "fewer devices": (num_devices - 1, "one fewer"),
     }
+    on_hosts = profile.link.replica_link is not None
     for kind, (count, change) in kinds.items():
-        if not count or is_custom_order(setting.schedule):
-            reason = f"the custom order has {num_devices} devices" if count else "there is only one device"
+        if not count or is_custom_order(setting.schedule) or on_hosts:
+            fixed = "replicas fill their hosts" if on_hosts else f"the custom order has {num_devices} devices"
+            reason = fixed if count else "there is only one device"
             yield _Change(kind, change.replace("one", "one device"), setting, profile, reason)
             continue
         named = LEAST_MEMORY_SCHEDULE if count == 1 else setting.schedule  # on one device all take equally long

@@ -121,6 +121,11 @@ def with_link_times(profile: Profile, factor: float) -> Profile:
     return replace(profile, link=profile.link.times(factor) if factor else FREE_LINK)
 
 
+def with_links_of(plan: Plan, profile: Profile) -> Profile:
+    """The profile with the links of the hosts that the plan's replicas are on, where these are not the profile's."""
+    return profile if plan.link.replica_link is None else replace(profile, link=plan.link)
+
+
 def profile_in_plan_order(plan: Plan, profile: Profile) -> Profile:
     """The profile with its layers in the plan's order; raises FileError where it is not the plan's profile."""
     if plan.model.digest != profile.model.digest:
@@ -140,7 +145,7 @@ def profile_in_plan_order(plan: Plan, profile: Profile) -> Profile:
         raise FileError(
             f"the plan has micro-batches of {plan.microbatch_size}, the profile was made at {low} to {high}; {_REMEDY}"
         )
-    return profile.reordered([indices[name] for name in names])
+    return with_links_of(plan, profile).reordered([indices[name] for name in names])
 
 
 def other_times_notes(plan: Plan, ordered: Profile) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from gplan.core.progress import Progress, no_progress
 from gplan.core.units import counted
 from gplan.corrections import as_run_by
 from gplan.evaluate.explain import Explanation, explain
-from gplan.evaluate.replanning import replan, reprice, setting_of
+from gplan.evaluate.replanning import replan, reprice, setting_of, with_links_of
 from gplan.reporting.memory_snapshot import memory_snapshot
 from gplan.reporting.subject import Subject, plan_of
 from gplan.schedules.custom import is_custom_order
@@ -42,7 +42,7 @@ def analysis_of(subject: Subject, profile: Profile | None, *, progress: Progress
     if profile is None:
         return PlanAnalysis()
     engine = subject.engine if isinstance(subject, Run) else "torch"
-    known = as_run_by(profile, engine)
+    known = with_links_of(plan, as_run_by(profile, engine))
     reasons = explain(plan, known, options_s=_TIME_LIMIT_S, progress=progress)
     if reasons.notes and plan.prediction.gives(reprice(plan, profile, engine=engine).prediction.step_s):
         reasons = replace(reasons, notes=())

@@ -200,7 +200,7 @@ class SettingBounds:
         reduced = 0.0
         for kind, field in EXCHANGED[costs.sharding] if replicas > 1 else ():
             num_bytes = int(costs.sums.held(field, *costs.all_layers)[0]) / replicas
-            link = costs.profile.link.ring_message(kind, replicas)
+            link = costs.profile.link.of_replicas.ring_message(kind, replicas)
             reduced += num_messages(kind, replicas) * num_bytes * link.least_s_per_byte
         return reduced + float(costs.update_alone_s(*costs.all_layers)[0]) + costs.around_s
 

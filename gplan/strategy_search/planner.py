@@ -17,10 +17,11 @@ from functools import partial
 from itertools import islice, product
 from typing import Any, cast
 
-from gplan.core import OBJECTIVES, Alternative, Constraints, Plan, Profile
+from gplan.core import OBJECTIVES, Alternative, Constraints, Machine, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_text, seconds_text
+from gplan.corrections.alike_hosts import on_alike_hosts
 from gplan.cost.reserved_bytes import beside_bytes, bytes_over, with_reserved
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of, balance_fixed
@@ -55,6 +56,8 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     Raises UsageError for an impossible request, NoPlanError where no plan fits the memory or none was found in time.
     """
     request = with_counts(request)
+    if request.machine is not None and request.total_devices is not None:
+        profile, request = _on_alike_hosts(profile, request, request.machine, request.total_devices)
     if request.is_open:
         _check_searchable(request)
         return search(profile, request, progress=progress)
@@ -80,6 +83,19 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     if failed is not None:
         raise failed
     return _finished(found, profile, limit)
+
+
+def _on_alike_hosts(
+    profile: Profile, request: PlanRequest, machine: Machine, total_devices: int
+) -> tuple[Profile, PlanRequest]:
+    """Replicas on a machine: the profile with its links and memory, and a request whose pipelines are each on one host."""
+    profile, per_host = on_alike_hosts(profile, machine, total_devices=total_devices)
+    if isinstance(request.num_devices, int) and per_host % request.num_devices:
+        raise UsageError(
+            f"--k {request.num_devices} with --devices and --machine: each replica is on one host, and {request.num_devices} does not divide "
+            f"its {counted(per_host, 'device')}; a pipeline over several hosts is planned without --devices"
+        )
+    return profile, replace(request, machine=None, allows=lambda x: per_host % x.num_devices == 0 and request.allows(x))
 
 
 def _limits(profile: Profile, request: PlanRequest) -> tuple[int | None, int | None]:
@@ -203,11 +219,7 @@ def _check_searchable(request: PlanRequest) -> None:
         f"--solver {request.solver}": request.solver not in ("auto", "dp"),
     }
     if request.machine is not None:
-        clashes |= {
-            "--devices with --machine": request.total_devices is not None,
-            "--for with --machine": request.allows is not any_setting,
-            "--shard with --machine": request.sharding != "none",
-        }
+        clashes["--for with --machine"] = request.allows is not any_setting
     for option, is_given in clashes.items():
         if is_given:
             raise UsageError(

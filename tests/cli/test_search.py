@@ -69,7 +69,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
         "micro-batches has 4000000000 actions; expected at most 5000000",
     ),
     (("--k", "two"), 2, "'two' is neither a whole number nor auto"),
-    (("--devices", "4", "--machine", "m.toml"), 2, "--devices with --machine cannot be used in a search"),
+    (("--devices", "16", "--machine", "m.toml"), 2, "--devices 16: the machine has"),
     (
         ("--k", "2", "--schedule", "auto", "--minimize", "max-stage"),
         2,
@@ -77,7 +77,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     ),
     (("--devices", "4", "--solver", "milp"), 2, "--solver milp cannot be used in a search"),
     (("--k", "4", "--shard", "auto", "--solver", "milp"), 2, "--shard none, and no --devices"),
-    (("--k", "2", "--machine", "m.toml", "--shard", "auto"), 2, "--shard with --machine cannot be used in a search"),
+    (("--k", "2", "--machine", "m.toml", "--shard", "weights"), 2, "one pipeline has none; give the devices in all"),
     (("--devices", "4", "--pin", "a=0"), 2, "give --k a number"),
     (("--devices", "4", "--k", "5"), 2, "try --k 4 or fewer"),
     (("--k", "2", "--microbatches", "auto", "--batch-size", "7", "--microbatch-size", "2"), 2, "cannot be cut evenly"),

@@ -1,0 +1,52 @@
+"""Hosts that are alike: every pipeline is on one of them, and replicas sum gradients over the links between hosts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
+
+from gplan.core import Machine, MachineDevice, Profile
+from gplan.core.errors import UsageError
+from gplan.core.units import bytes_text, counted
+
+_MESSAGE_BYTES = 2**20  # by whose seconds links are compared
+
+
+def on_alike_hosts(profile: Profile, machine: Machine, *, total_devices: int) -> tuple[Profile, int]:
+    """The profile with the links and the memory of these hosts, and the devices of one host.
+
+    Of links that differ the slowest counts. A sum of gradients is taken to have the link between hosts to itself. Raises
+    UsageError for hosts that differ, and for devices that are more than there are or fill a host in part.
+    """
+    counts, first = Counter(x.host for x in machine.devices), machine.devices[0]
+
+    def traits(device: MachineDevice) -> str:
+        memory = "any memory" if device.memory_bytes is None else bytes_text(device.memory_bytes)
+        return f"{counted(counts[device.host], 'device')} of speed {device.speed:g} with {memory}"
+
+    odd = next((x for x in machine.devices if x.speed != 1 or traits(x) != traits(first)), None)
+    if odd is not None:
+        raise UsageError(
+            f"--devices plans replicas on hosts that are alike, with devices of speed 1; found {first.host}: {traits(first)}, "
+            f"{odd.host}: {traits(odd)}; plan one pipeline over all of them: --k without --devices"
+        )
+    per_host = counts[first.host]
+    if total_devices > len(machine.devices) or (total_devices > per_host and total_devices % per_host):
+        raise UsageError(
+            f"--devices {total_devices}: the machine has {counted(len(counts), 'host')} of {counted(per_host, 'device')}; expected "
+            f"at most {per_host}, or a multiple up to {len(machine.devices)}"
+        )
+    hosts = list({x.host: x for x in machine.devices[:total_devices]}.values())
+    within = max((machine.link(x, x) for x in hosts), key=lambda x: x.transfer_s(_MESSAGE_BYTES))
+    between = max(
+        (machine.link(*x) for x in combinations(hosts, 2)), key=lambda x: x.transfer_s(_MESSAGE_BYTES), default=None
+    )
+    note = "every pipeline is on one host, and gradients of replicas cross the links between hosts"
+    found = replace(
+        profile,
+        device=replace(profile.device, memory_bytes=first.memory_bytes),
+        link=replace(within, replica_link=between),
+        plan_notes=(*profile.plan_notes, *([note] if between else [])),
+    )
+    return found, per_host
