@@ -135,6 +135,18 @@ def test_a_file_that_does_not_import_is_answered_with_its_line(tmp_path: Path, t
         load_model_file(str(path))
 
 
+def test_a_file_with_the_name_of_a_package_that_it_imports(tmp_path: Path) -> None:
+    path = tmp_path / "a_package.py"
+    path.write_text("import a_package\n\ndef model():\n    return a_package.Net()\n")
+    try:
+        with pytest.raises(
+            ModelError, match=r"a_package\.py imports a_package, which is the file itself: give the file another"
+        ):
+            load_model_file(str(path))
+    finally:
+        sys.modules.pop("a_package", None)
+
+
 def test_own_class_is_proposed_before_imported_ones(tmp_path: Path) -> None:
     path = tmp_path / "language.py"
     path.write_text("from torch.nn import RMSNorm, Module\nclass LM(Module): pass\n")

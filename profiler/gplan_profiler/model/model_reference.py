@@ -61,6 +61,10 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
             sys.modules[spec.name] = module
             with _searched(path.resolve().parent):
                 spec.loader.exec_module(module)
+            itself = sys.modules.get(path.stem)  # what an import of the file's name found
+            is_used = any(x is itself for x in vars(module).values())
+            if is_used and getattr(itself, "__file__", None) == str(path.resolve()):
+                raise ModelError(f"{place} imports {path.stem}, which is the file itself: give the file another name")
         elif path.exists():
             raise ModelError(
                 f"{place} is not a Python file; expected model.py, model.py:NAME or package.module:NAME (a plan that gplan layout "
