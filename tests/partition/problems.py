@@ -24,7 +24,7 @@ from gplan.partition.branch_and_bound import path_of
 from gplan.partition.candidates import CandidateLimit, Candidates, candidates_within
 from gplan.partition.plan_evaluation import device_loads_s, objective_s, stages_of
 from gplan.partition.problem import Problem
-from gplan.schedules.registry import num_stages_of, schedule_info
+from gplan.schedules.registry import every_schedule, num_stages_of, schedule_info
 from tests.made import FREE_LINK, SLOW_ENGINE, make_profile
 from tests.scheduled import OWN
 
@@ -32,10 +32,10 @@ _Held = TypeVar("_Held", Layer, SharedWeight)
 
 Cuts = tuple[int, ...]
 
-ALL_BOUNDARIES = ("gpipe", "1f1b", "eager-1f1b", "zb-h1")
+ALL_BOUNDARIES = tuple(x for x in every_schedule() if schedule_info(x).num_chunks == 1)
 """Schedules with a device for each stage."""
 
-SHARED = ("interleaved-1f1b:2", "interleaved-1f1b:3", "looped-bfs:2", "zb-v", OWN)
+SHARED = (*(x for x in every_schedule() if schedule_info(x).num_chunks > 1), "interleaved-1f1b:3", OWN)
 """Schedules with several stages on each device."""
 
 EVERY = ALL_BOUNDARIES + SHARED

@@ -14,6 +14,7 @@ import pytest
 from gplan.core import IdleCause, Link
 from gplan.reporting.chrome_trace import trace_json
 from gplan.reporting.subject import Subject
+from gplan.schedules.registry import every_schedule
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import simulate
 from tests.reporting.subjects import make_layered_profile, make_plan, make_run, make_scheduled_plan
@@ -21,9 +22,7 @@ from tests.reporting.trace_format import breaches
 
 Event = dict[str, Any]
 
-SCHEDULES = (
-    "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "looped-bfs:2", "zb-h1", "zb-v", "custom:0F0 0I0 0W0 / 1F0 1B0",
-)  # fmt: skip
+SCHEDULES = (*every_schedule(), "custom:0F0 0I0 0W0 / 1F0 1B0")
 
 
 def events_of(subject: Subject) -> list[Event]:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from gplan.core import Plan, StageBytes, StageCost
 from gplan.cost.memory_moments import device_memory
 from gplan.files.json_files import load, save
-from gplan.schedules.registry import make_schedule
+from gplan.schedules.registry import every_schedule, make_schedule
 from gplan.simulation.memory_timeline import Holding, device_holdings, fullest, memory_timeline
 from gplan.simulation.simulator import simulate, simulate_schedule
 from tests.reporting.subjects import make_plan, make_scheduled_plan
 
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b:2", "looped-bfs:2", "zb-h1", "zb-v")
+SCHEDULES = every_schedule()
 COST = StageCost(
     forward_s=1.0, backward_s=2.0, input_gradient_s=1.0, weight_gradient_s=1.0, recompute_s=1.0, optimizer_s=0.5,
     activation_bytes=1, gradient_bytes=1, activation_s=0.25, gradient_s=0.25,

@@ -1,4 +1,4 @@
-"""Hosts that are alike: every pipeline is on one of them, and replicas sum gradients over the links between hosts."""
+"""Links: those of hosts that are alike, for pipelines that are each on one of them, and links whose times are others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import combinations
 
 from gplan.core import Machine, MachineDevice, Profile
 from gplan.core.errors import UsageError
+from gplan.core.machine import FREE_LINK
 from gplan.core.units import bytes_text, counted
 
 _MESSAGE_BYTES = 2**20  # by whose seconds links are compared
@@ -50,3 +51,8 @@ def on_alike_hosts(profile: Profile, machine: Machine, *, total_devices: int) ->
         plan_notes=(*profile.plan_notes, *([note] if between else [])),
     )
     return found, per_host
+
+
+def with_link_times(profile: Profile, factor: float) -> Profile:
+    """The profile with every transfer's seconds multiplied by `factor`; 0 makes transfers free."""
+    return replace(profile, link=profile.link.times(factor) if factor else FREE_LINK)
