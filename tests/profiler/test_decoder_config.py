@@ -334,6 +334,11 @@ CONFIGS = {  # keys of a published config.json, and its parameters in billions
          "qk_rope_head_dim": 32, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
         4.07,
     ),
+    "EXAONE-3.5-2.4B": (
+        {"model_type": "exaone", "hidden_size": 2560, "intermediate_size": 7168, "num_layers": 30, "vocab_size": 102400, "head_dim": 80,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+        2.405,
+    ),
     "MiMo-V2-Flash": (
         {"model_type": "mimo_v2_flash", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48, "vocab_size": 152576,
          "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "swa_num_attention_heads": 64,

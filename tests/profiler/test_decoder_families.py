@@ -170,6 +170,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "HyperCLOVA X": ("hyperclovax", {}),
     "HyperCLOVA X without norms of results": ("hyperclovax", {"use_post_norm": False}),
     "Granite-4 with windows": ("granitemoe_swa", {**WHOLE, **TURNS, "num_local_experts": 4, "shared_intermediate_size": 72}),
+    "Compass": ("cohere_compass_text", {**WHOLE, **TURNS, "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}),
     "Command A with experts": (
         "cohere2_moe",
         {**TURNS, "num_experts": 4, "num_shared_experts": 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
@@ -200,14 +201,16 @@ def test_parameters_are_those_of_the_model_itself(name: str, tmp_path: Path) -> 
     assert sum(x.num_parameters for x in profile.layers) + shared == sum(x.numel() for x in model.parameters())
     caps = {"Gemma-2": 2, "VaultGemma": 2, "nanochat": 1}  # of logits
     assert len([x for x in profile.notes if "is left out" in x]) == caps.get(name, 0)
-    attended = [load_decoder(str(path)).block_kind(i, 10**6).attended < 1 for i in range(config.num_hidden_layers)]
+    decoder = load_decoder(str(path))
+    assert not (decoder.learned_positions and decoder.block_kind(0, 1).is_rotary)
+    attended = [decoder.block_kind(i, 10**6).attended < 1 for i in range(config.num_hidden_layers)]
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     windows = kinds or ["full_attention"] * config.num_hidden_layers
     if not kinds and getattr(config, "sliding_window", None):
         windows = ["sliding_attention"] * config.num_hidden_layers
     assert attended == [x in LOCAL for x in windows]
     products = sum(x.num_flops for layer in profile.layers for x in layer.costs[0].forward_work if x.kind == "matmul")
-    total, active, _ = num_parameters(load_decoder(str(path)))
+    total, active, _ = num_parameters(decoder)
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     assert products == pytest.approx(2 * length * (active - looked_up), rel=0.04), "weights that no product reads"
     assert total >= active
