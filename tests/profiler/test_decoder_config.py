@@ -38,6 +38,8 @@ PUBLISHED = {  # parameters in billions, by the model cards; DeepSeek-V3's 671 a
     "llama4-maverick-17b-128e": 400.71,
     "gemma-3-27b": 27.01,
     "olmo-3-7b": 7.30,
+    "apertus-8b": 8.053,
+    "apertus-70b": 70.60,
     "deepseek-v3.2": 671.88,
 }
 

@@ -123,6 +123,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Hunyuan-A13B": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": [2] * 4, "rope_parameters": ROPE}),
     "Seed-OSS": ("seed_oss", {"attention_out_bias": True}),
     "EXAONE-4": ("exaone4", WHOLE),
+    "Helium": ("helium", {**WHOLE, "attention_bias": True}),
     "OPT": ("opt", {**OLD, "ffn_dim": 160, "word_embed_proj_dim": 96, "max_position_embeddings": 77}),
     "BioGPT": ("biogpt", {**OLD, "intermediate_size": 160, "max_position_embeddings": 77}),
     "XGLM": ("xglm", {**OLD, "ffn_dim": 160}),
