@@ -383,6 +383,11 @@ def test_layers_with_sizes_of_their_own(tmp_path: Path) -> None:
     block(per_layer_config={"01": other})
     with pytest.raises(UsageError, match="4 heads cannot be divided over 8 ranks"):
         decoder_profile(str(path), tensor=8)
+    block(sliding_window=8, per_layer_config={"02": {"sliding_window": 4}})
+    windows = [load_decoder(str(path)).block_kind(i, 64).attended for i in range(3)]
+    assert windows[0] == windows[1] > windows[2]
+    with pytest.raises(FileError, match="numbers of experts that differ"):
+        block(num_local_experts=4, num_experts_per_tok=2, per_layer_config={"2": {"num_local_experts": 2}})
     with pytest.raises(FileError, match="colour"):
         block(per_layer_config={"01": {"colour": 3}})
     with pytest.raises(FileError, match="3 key-value heads are shared by 8 heads"):

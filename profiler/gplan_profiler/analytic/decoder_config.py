@@ -285,7 +285,8 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         missing = [x for x in sizes if not getattr(self, x)]
         if "linear_attention" in kinds_found and self.linear_num_decays and missing:
             raise ValueError(f"{', '.join(missing)} of linear attention or Mamba is missing; expected at least 1")
-        _ = self.variants  # each is checked too
+        if len({(x.routed_experts, x.num_experts_per_tok) for x in self.variants}) > 1:  # each is checked too
+            raise ValueError("per_layer has numbers of experts that differ; expected the same in all layers")
         if self.index_topk and "indexed_attention" not in kinds_found:
             raise ValueError(
                 f"index_topk is {self.index_topk}; expected a model_type with indexed attention, such as deepseek_v32"
@@ -486,11 +487,12 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
             feed = {"mlp": "dense", "moe": "sparse"}.get(kind, "")
         mixer = "" if kind in ("mlp", "moe") else kind
         sizes = tuple(self.per_layer[block].items()) if self.per_layer[block:] else ()
-        return BlockKind(mixer, feed, self._attended(kind, sequence), self._is_rotary(block), sizes)
+        window = dict(sizes).get("sliding_window", self.sliding_window)
+        return BlockKind(mixer, feed, self._attended(kind, sequence, window), self._is_rotary(block), sizes)
 
-    def _attended(self, kind: str, sequence: int) -> float:
+    def _attended(self, kind: str, sequence: int, sliding_window: int) -> float:
         window = {
-            "sliding_attention": self.sliding_window if self.use_sliding_window else 0,
+            "sliding_attention": sliding_window if self.use_sliding_window else 0,
             "chunked_attention": self.attention_chunk_size,
             "indexed_attention": self.index_topk,
         }.get(kind, 0)

@@ -19,9 +19,6 @@ import msgspec
 _TABLE = Path(__file__).with_name("families.toml")
 _REFUSED = "refused"  # the table of families whose layers are not computed, with the reason
 _INNER = ("text_config", "llm_config", "language_config")  # where a larger model keeps its language model
-_RULES = (
-    "like", "same_keys", "ignored", "neutral", "needs", "when", "defaults", "intermediate_ratio", "kinds", "by_kind", "lists",
-)  # fmt: skip
 
 _SAME_KEY = {
     "n_embd": "hidden_size",
@@ -166,7 +163,7 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
     held = {*values, *(["experts"] if values.keys() & {"num_experts", "num_local_experts", "n_routed_experts"} else [])}
     if missing := [x for x in family["needs"] if x not in held]:
         raise ValueError(f"has no {', '.join(missing)}; expected them in a model of the model_type {name}")
-    given = {**{x: y for x, y in family.items() if x not in _RULES}, **values}
+    given = {**{x: y for x, y in family.items() if x in known}, **values}
     for conditions, follows in family.get("when", []):
         own = {**family.get("defaults", {}), **{x: y for x, y in flat.items() if y is not None}}
         if all(own.get(x) in allowed for x, allowed in conditions.items()):
