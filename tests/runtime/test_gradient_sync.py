@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.run_options import RunOptions
 from gplan_profiler.memory.allocations import now_ns, traced_allocations
 from gplan_profiler.model.load import model_in_memory
+from tests.memo import memoized
 from tests.runtime.forked import run_forked
 from tests.runtime.plans import SMALL, plan_for, run_virtually, scheduled, small_example
 from tests.runtime.ranks import on_ranks
@@ -58,7 +58,7 @@ def rows(number: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 9, (number,), generator=generator), torch.randint(0, 9, (number,), generator=generator)
 
 
-@cache
+@memoized
 def planned(num_devices: int, num_replicas: int, schedule: str = "gpipe") -> Plan:
     inputs, _ = rows(4)
     file = model_in_memory(
