@@ -140,7 +140,12 @@ subprocess.run([sys.executable, "-c", "print('a child')"])
 """
 
 
-def test_prints_of_a_model_file_leave_stdout_to_the_json(here: Path) -> None:
+def printed_by(capfd: pytest.CaptureFixture[str], code: int, *arguments: str) -> tuple[str, str]:
+    assert gplan_exits(*arguments) == code
+    return capfd.readouterr()
+
+
+def test_prints_of_a_model_file_leave_stdout_to_the_json(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "model.py").write_text(PRINTING + MODEL)
     profile = ("profile", "model.py", "--budget", "0.1", "--contention", "0", "--link", "1GB/s,5us")
     for verb in (
@@ -148,19 +153,16 @@ def test_prints_of_a_model_file_leave_stdout_to_the_json(here: Path) -> None:
         ("balance", "--k", "2", "--microbatches", "2"),
         ("run", "--engine", "virtual", "--steps", "2"),
     ):
-        command = [sys.executable, "-m", "gplan", *verb, "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        json.loads(done.stdout)
-        printed = {"imported", "as C does", "a child"} & set(done.stderr.splitlines())
+        out, err = printed_by(capfd, 0, *verb, "--json")
+        json.loads(out)
+        printed = {"imported", "as C does", "a child"} & set(err.splitlines())
         assert len(printed) == (0 if verb[0] == "balance" else 3)
 
 
-def test_a_mistake_with_json_leaves_stdout_empty(here: Path) -> None:
+def test_a_mistake_with_json_leaves_stdout_empty(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "model.py").write_text("print('imported')")
-    command = [sys.executable, "-m", "gplan", "profile", "model.py", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.startswith("imported\nerror: ")
+    out, err = printed_by(capfd, 3, "profile", "model.py", "--json")
+    assert out == "" and err.startswith("imported\nerror: ")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +214,7 @@ def test_a_warning_of_a_run_is_not_repeated_as_a_note(here: Path, capfd: pytest.
     assert "changed after it was profiled" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_same_run_works_under_torchrun(here: Path) -> None:
     profile = ("profile", "model.py", "--microbatch-size", "2", "--link", "1GB/s", "--budget", "0.1")
     assert gplan_exits(*profile) == 0
