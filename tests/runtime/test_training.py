@@ -52,7 +52,7 @@ def losses_of_plain(name: str, schedule: str, **settings: Any) -> tuple[float, .
 @pytest.mark.parametrize(
     ("name", "schedule", "recompute"),
     [
-        *((name, "1f1b", "except-last") for name in sorted(SMALL)),
+        *((name, "1f1b", "except-last") for name in sorted({*SMALL} - {"amoebanet_d"})),  # on two ranks below
         *((name, "gpipe", "always") for name in ("resnet", "transformer_lm", "unet")),
     ],
 )
