@@ -27,12 +27,22 @@ SLOW = ("benchmarks", "examples", "profiler", "runtime", "partition", "evaluate"
 """Folders of tests that measure, train, start processes or search; `python3 go.py test --fast` leaves them out."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import these folders where they are left out; None leaves the choice to others."""
+    return (is_slow(collection_path) and config.option.markexpr == "not slow") or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in these folders."""
-    here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in SLOW:
+        if is_slow(item.path):
             item.add_marker(pytest.mark.slow)
+
+
+def is_slow(path: Path) -> bool:
+    """Whether it is one of these folders, or in one."""
+    here = Path(__file__).parent
+    return path.is_relative_to(here) and path.relative_to(here).parts[:1] in [(x,) for x in SLOW]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runtime.forked import forking
+
 SCRIPT = """
 import sys
 
@@ -44,13 +46,19 @@ def model():
 """
 
 
+def profiled(folder: Path, sends: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The end of `gplan profile` of a model file that sends a signal."""
+    (folder / "model.py").write_text(MODEL.format(sends=sends))
+    command, env = [sys.executable, "-m", "gplan", "profile", "model.py"], {**os.environ, **environment}
+    with forking():
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=env)
+
+
 @pytest.mark.parametrize(
     ("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)], ids=["sigterm", "sighup", "sigint"]
 )
 def test_signal_to_the_process_alone_ends_it_as_an_interrupt(tmp_path: Path, name: str, code: int) -> None:
-    (tmp_path / "model.py").write_text(MODEL.format(sends=f"os.kill(os.getpid(), signal.{name})"))
-    command = [sys.executable, "-m", "gplan", "profile", "model.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = profiled(tmp_path, f"os.kill(os.getpid(), signal.{name})")
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.strip().splitlines() == ["interrupted; no file was left half-written"]
 
@@ -67,16 +75,11 @@ def test_interrupt_that_the_shell_ignores_stays_ignored_and_sigterm_ends(tmp_pat
 
 def test_forked_worker_is_ended_by_the_signal_alone(tmp_path: Path) -> None:
     sends = "pid = os.fork() or time.sleep(60); time.sleep(0.5); os.kill(pid, 15); print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])); 1 / 0"
-    (tmp_path / "model.py").write_text(MODEL.format(sends=sends))
-    command = [sys.executable, "-m", "gplan", "profile", "model.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = profiled(tmp_path, sends)
     assert done.returncode == 3 and set(done.stdout.split()) == {"143"}
     assert "ZeroDivisionError" in done.stderr and "interrupted" not in done.stderr
 
 
 def test_rank_of_a_launcher_keeps_its_signals(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL.format(sends="os.kill(os.getpid(), signal.SIGTERM)"))
-    command = [sys.executable, "-m", "gplan", "profile", "model.py"]
-    environment = {**os.environ, "RANK": "1"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+    done = profiled(tmp_path, "os.kill(os.getpid(), signal.SIGTERM)", RANK="1")
     assert done.returncode == -signal.SIGTERM

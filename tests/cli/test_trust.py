@@ -36,7 +36,7 @@ def batches(n):
         yield torch.randn(n, 8), torch.randn(n, 8)
 """
 EXECUTE = {
-    "profile": "profile strange.py --budget 0.05",
+    "profile": "profile strange.py --budget 0.05 --contention 0 --link 1GB/s",
     "run": "run --steps 2 --engine virtual",
     "verify": "verify --steps 6 --rounds 2 --rivals 1 --engine virtual",
 }

@@ -102,17 +102,20 @@ FEW_EXPERTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("memory_bytes", [None, 4_600_000_000, 3_500_000_000])
 @pytest.mark.parametrize(
-    ("model", "settings", "blocks"),
+    ("model", "settings", "blocks", "memory_bytes"),
     [
-        ("llama3-8b", SMALL, range(1, 7)),
-        ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}, range(4, 8)),
-        ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 0}, range(4, 8)),
-        ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}, range(2, 8)),
-        ("gpt-oss-20b", {"num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 1}, range(1, 6)),
+        (model, settings, blocks, None if gb is None else int(gb * 1e9))
+        for model, settings, blocks, memories in (
+            ("llama3-8b", SMALL, range(1, 7), (None, 3.5)),
+            ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1}, range(4, 8), (None, 4.6)),
+            ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 3, "num_nextn_predict_layers": 0}, range(4, 8), (None, 4.6, 3.5)),
+            ("deepseek-v3", {**FEW_EXPERTS, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}, range(2, 8), (4.6, 3.5)),
+            ("gpt-oss-20b", {"num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 1}, range(1, 6), (None, 4.6)),
+        )
+        for gb in memories
     ],
-)
+)  # fmt: skip
 def test_blocks_counted_by_a_program_are_the_best(
     model: str, settings: dict[str, int], blocks: range, memory_bytes: int | None
 ) -> None:
@@ -165,7 +168,7 @@ def test_moves_better_an_even_partition() -> None:
 
 def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
     tight = replace(load_hardware("rtx4090"), memory_bytes=6_000_000_000)
-    one = search(hardware=tight, decoder=load_decoder("llama3-8b"))
+    one = search(hardware=tight, decoder=load_decoder("llama3-8b", {"num_hidden_layers": 8}))
     with pytest.raises(
         NoPlanError, match=r"no split of 4 devices .*; the smallest machine .* has \d+ devices"
     ) as error:

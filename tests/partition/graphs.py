@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 from hypothesis import assume
@@ -51,23 +51,26 @@ def is_allowed(problem: Problem, stages: Stages) -> bool:
 
 def best_goal_s(problem: Problem) -> float | None:
     """The smallest objective by brute force; None where nothing is allowed."""
-    allowed = (stages for stages in every_partition(problem) if is_allowed(problem, stages))
-    return min((_priced_s(problem, stages) for stages in allowed), default=None)
-
-
-def _priced_s(problem: Problem, stages: Sequence[Sequence[int]]) -> float:
-    laid, cuts = in_stage_order(problem, stages)
-    return objective_s(laid, stages_of(laid, cuts))
+    orders, found = dict[tuple[int, ...], Problem](), list[float]()
+    for stages in every_partition(problem):
+        laid, cuts = in_stage_order(problem, stages)
+        laid = orders.setdefault(tuple(chain.from_iterable(stages)), laid)  # whose table of stages is there already
+        if satisfies(problem, stages) and _excess_bytes(problem, laid, cuts) <= 0:
+            found.append(objective_s(laid, stages_of(laid, cuts)))
+    return min(found, default=None)
 
 
 def peak_excess_bytes(problem: Problem, stages: Stages) -> int:
     """By how much the device with the least room misses its memory; negative where all fit, 0 without a limit."""
-    laid, cuts = in_stage_order(problem, stages)
+    return _excess_bytes(problem, *in_stage_order(problem, stages))
+
+
+def _excess_bytes(problem: Problem, laid: Problem, cuts: tuple[int, ...]) -> int:
     if problem.has_chunks:
         return 0 if problem.memory_bytes is None else peak_bytes(laid, stages_of(laid, cuts)) - problem.memory_bytes
     bounds = np.array([0, *cuts, laid.num_layers])
-    peaks = [int(laid.peak_bytes(k, bounds[k : k + 1], bounds[k + 1 : k + 2])[0]) for k in range(len(stages))]
-    limits = [problem.memory_of(k) for k in range(len(stages))]
+    peaks = [int(laid.peak_bytes(k, bounds[k : k + 1], bounds[k + 1 : k + 2])[0]) for k in range(len(cuts) + 1)]
+    limits = [problem.memory_of(k) for k in range(len(peaks))]
     return max((peak - limit for peak, limit in zip(peaks, limits, strict=True) if limit is not None), default=0)
 
 

@@ -117,6 +117,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_large_layers_are_divided_and_train_as_before(name: str) -> None:
+    """A run at another size has the layers of the profile."""
     torch.manual_seed(0)
     model, rows = MODELS[name](), torch.randn(512, WIDTH)
     total(model(rows)).backward()
@@ -125,16 +126,10 @@ def test_large_layers_are_divided_and_train_as_before(name: str) -> None:
     largest = max(sum(x.numel() for x in chain.state(layer).values()) for layer in range(len(chain)))
     assert largest <= 2 * 4 * WIDTH * WIDTH + 7 * WIDTH  # a block has no more
     assert 6 <= len(chain) <= MOST_LAYERS
-    train_in_stages(chain, range(1, len(chain)), (rows,))
-    assert_trained_alike(gradients(model), expected)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_run_at_another_size_finds_the_layers_of_the_profile(name: str) -> None:
-    model = MODELS[name]()
-    chain = capture(model, torch.randn(512, WIDTH), granularity="auto")
     again = capture(model, torch.randn(2, WIDTH), granularity="auto", divided=chain.divided)
     assert again.names == chain.names and again.digest() == chain.digest()
+    train_in_stages(chain, range(1, len(chain)), (rows,))
+    assert_trained_alike(gradients(model), expected)
 
 
 def test_a_repeated_block_is_cut_as_blocks_called_in_turn_are() -> None:

@@ -16,7 +16,7 @@ from gplan.runtime.validation import notes_on_machine
 from gplan_profiler.host.host_info import cuda_problem, default_device, gpu_memory, unused_gpu_notes
 from gplan_profiler.measure import ProfileOptions
 from gplan_profiler.model.memory_budget import check_layer_fits
-from tests.runtime.plans import plan_for, small_example
+from tests.runtime.plans import small_example, unmeasured_plan
 
 Host = Callable[..., None]
 
@@ -59,7 +59,7 @@ def test_missing_cuda_is_one_sentence(host: Host, facts: dict[str, object], reas
     assert default_device() == "cpu"
     with pytest.raises(UsageError, match=f"--device cuda: .*{reason}"):
         ProfileOptions(device="cuda")
-    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    plan = unmeasured_plan(small_example("transformer_lm"), num_devices=2)
     with pytest.raises(UsageError, match=reason):
         own_device(plan, "cuda")
 
@@ -71,7 +71,7 @@ def test_hidden_gpus_are_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_gpus_are_the_default_and_those_unused_are_noted(host: Host) -> None:
-    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    plan = unmeasured_plan(small_example("transformer_lm"), num_devices=2)
     host(gpus=4)
     assert default_device() == "cuda"
     note = "this host has 4 GPUs that this does not use; `gplan profile --device cuda` does"
@@ -114,7 +114,7 @@ def test_memory_of_a_gpu_is_what_its_allocator_can_have(monkeypatch: pytest.Monk
 
 
 def test_gpus_of_another_kind_are_noted(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    plan = unmeasured_plan(small_example("transformer_lm"), num_devices=2)
     plan = replace(plan, device=Device(name="NVIDIA H100", kind="cuda"))
     host(gpus=2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: ("NVIDIA H100", "NVIDIA A100")[index])

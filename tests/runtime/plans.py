@@ -1,4 +1,4 @@
-"""Plans of small models from quick profiles, and runs of them in this process."""
+"""Plans of small models, from quick profiles or without any, and runs of them in this process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,16 @@ from gplan.runtime.run.reference import accumulate_gradients
 from gplan.runtime.run.run_options import RunOptions
 from gplan.schedules.registry import make_schedule, num_devices_of, num_stages_of
 from gplan.simulation.simulator import schedule_of
+from gplan_profiler.capture.chain import model_state_restored, routing_notes
+from gplan_profiler.capture.module_attributes import attributes_restored
 from gplan_profiler.measure import ProfileOptions, measure_profile
+from gplan_profiler.model.data import find_loss_reduction
+from gplan_profiler.model.lazy_build import random_state_kept
 from gplan_profiler.model.load import ModelFile
+from gplan_profiler.timing.bench import capture_of_file
+from tests.made import make_profile
 from tests.model_files import load_model_file
+from tests.partition.problems import in_halves
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -55,6 +62,38 @@ def plan_for(
     """A plan from a profile of as few samples as possible."""
     profile = profile_for(file, microbatch_size, granularity)
     return gplan.balance(profile, num_devices=num_devices, num_microbatches=num_microbatches, **options)
+
+
+def unmeasured_plan(
+    file: ModelFile,
+    *,
+    num_devices: int,
+    num_microbatches: int = 4,
+    microbatch_size: int = 2,
+    granularity: Granularity = "layer",
+    **options: Any,
+) -> Plan:
+    """A plan for training alone: all layers take equally long, and nothing takes memory."""
+    profile = unmeasured(file, microbatch_size, granularity)
+    return gplan.balance(profile, num_devices=num_devices, num_microbatches=num_microbatches, **options)
+
+
+def unmeasured(file: ModelFile, microbatch_size: int, granularity: Granularity = "layer") -> Profile:
+    """A profile with the layers of a model, in a chain, and with made costs."""
+    with random_state_kept(), model_state_restored(file.model), attributes_restored(file.model):
+        reduction = find_loss_reduction(file, microbatch_size).reduction
+        chain = capture_of_file(file, file.example_inputs(microbatch_size), granularity=granularity, divided=None)
+        made = in_halves(make_profile([1.0] * len(chain), microbatch_sizes=[microbatch_size]))
+        named = zip(made.layers, chain.names, chain.kinds, strict=True)
+        return replace(
+            made,
+            model=file.identity(chain),
+            layers=tuple(replace(layer, name=name, kind=kind) for layer, name, kind in named),
+            loss_reduction=reduction,
+            granularity=granularity,
+            precision=file.precision,
+            plan_notes=tuple(routing_notes(chain, how="made")),
+        )
 
 
 def profile_for(file: ModelFile, microbatch_size: int, granularity: Granularity) -> Profile:

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from gplan.core import Plan
 from gplan.core.errors import GplanError, RunError, UsageError
 from gplan.runtime.agreement import digest
 from gplan.runtime.pipeline import Pipeline
+from tests.memo import memoized
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.checks import plan_of
 from tests.runtime.semantics.models import Tied, row, subject, token_subject
@@ -33,7 +33,7 @@ def pipeline(plan: Plan, **options: Any) -> Pipeline:
     return gplan.pipeline(row, plan, loss=ROW.loss, timeout_s=20.0, **options)
 
 
-@cache
+@memoized
 def planned(num_devices: int, num_replicas: int) -> Plan:
     plan = plan_of(ROW, num_devices, num_microbatches=4 // num_replicas)
     return replace(plan, num_replicas=num_replicas)

@@ -7,7 +7,7 @@ import pytest
 
 from gplan.runtime.run.run_options import RunOptions
 from tests.model_files import load_model_file
-from tests.runtime.plans import plan_for, run_virtually
+from tests.runtime.plans import run_virtually, unmeasured_plan
 
 DIFFERENT = {
     "albert": "one block's weights at every depth",
@@ -26,5 +26,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_gradients_are_those_of_the_plain_model(name: str) -> None:
     file = load_model_file(architecture_models.__file__, settings={"name": name})
-    run = run_virtually(file, plan_for(file, num_devices=2, schedule="1f1b"), RunOptions(num_steps=1, check=True))
+    run = run_virtually(
+        file, unmeasured_plan(file, num_devices=2, schedule="1f1b"), RunOptions(num_steps=1, check=True)
+    )
     assert run.check is not None and run.check.max_relative_error < 1e-5, run.check

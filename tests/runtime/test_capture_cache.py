@@ -10,7 +10,7 @@ from gplan.core.errors import RunError
 from gplan.runtime.capture_cache import set_device
 from gplan_profiler.capture.capture import capture
 from gplan_profiler.model.load import model_in_memory
-from tests.runtime.plans import new_captures, pipeline_for, plan_for
+from tests.runtime.plans import new_captures, pipeline_for, unmeasured_plan
 
 
 class Positions(nn.Module):
@@ -79,7 +79,7 @@ class Lookup(nn.Module):
 
 def test_gradient_mode_restored_after_error() -> None:
     file = model_in_memory(Lookup(), inputs=torch.zeros(2, 5, dtype=torch.int64), loss=nn.functional.mse_loss)
-    pipe = pipeline_for(file, plan_for(file, num_devices=1))
+    pipe = pipeline_for(file, unmeasured_plan(file, num_devices=1))
     targets = torch.ones(8, 5, 4)
     with pytest.raises(RunError, match="out of range"):
         pipe.step(torch.full((8, 5), 9), targets)
@@ -91,7 +91,7 @@ def test_old_captures_are_evicted() -> None:
     file = model_in_memory(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), inputs=torch.ones(2, 5, 4), loss=nn.functional.mse_loss
     )
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     with new_captures() as captures:
         pipe = pipeline_for(file, plan)
         pipe.step(torch.ones(8, 5, 4), torch.ones(8, 5, 4))

@@ -13,7 +13,7 @@ import gplan
 from gplan.core.errors import UsageError
 from gplan.runtime.pipeline import Pipeline
 from gplan_profiler.model.load import model_in_memory
-from tests.runtime.plans import plan_for
+from tests.runtime.plans import unmeasured_plan
 
 
 class Tempered(nn.Module):
@@ -29,7 +29,7 @@ class Tempered(nn.Module):
 
 def made(model: nn.Module) -> tuple[Pipeline, Callable[[], Tensor]]:
     inputs = torch.randn(4, 8)
-    plan = plan_for(model_in_memory(model, inputs=inputs), num_devices=2)
+    plan = unmeasured_plan(model_in_memory(model, inputs=inputs), num_devices=2)
     pipe = gplan.pipeline(model, plan, loss=cross_entropy, inputs=inputs)
     return pipe, lambda: pipe.step(torch.randn(plan.batch_size, 8), torch.randint(5, (plan.batch_size,)))
 
@@ -86,7 +86,7 @@ def test_change_that_stages_would_not_see_is_refused(change: Callable[[Tempered]
 def test_hook_on_a_backward_is_refused() -> None:
     model = Tempered()
     model.head.register_full_backward_hook(lambda _module, gradients, _: (gradients[0] / 2,))
-    plan = plan_for(model_in_memory(Tempered(), inputs=torch.randn(4, 8)), num_devices=2)
+    plan = unmeasured_plan(model_in_memory(Tempered(), inputs=torch.randn(4, 8)), num_devices=2)
     with pytest.raises(UsageError, match="head has a hook on its backward"):
         gplan.pipeline(model, plan, loss=cross_entropy, inputs=torch.randn(4, 8))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,9 @@ from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.run_options import RunOptions
 from gplan_profiler.memory.allocations import now_ns, traced_allocations
 from gplan_profiler.model.load import model_in_memory
+from tests.memo import memoized
 from tests.runtime.forked import run_forked
-from tests.runtime.plans import SMALL, plan_for, run_virtually, scheduled, small_example
+from tests.runtime.plans import SMALL, plan_for, run_virtually, scheduled, small_example, unmeasured_plan
 from tests.runtime.ranks import on_ranks
 
 NUM_MICROBATCHES = 4
@@ -58,7 +58,7 @@ def rows(number: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 9, (number,), generator=generator), torch.randint(0, 9, (number,), generator=generator)
 
 
-@cache
+@memoized
 def planned(num_devices: int, num_replicas: int, schedule: str = "gpipe") -> Plan:
     inputs, _ = rows(4)
     file = model_in_memory(
@@ -68,7 +68,7 @@ def planned(num_devices: int, num_replicas: int, schedule: str = "gpipe") -> Pla
         optimizer=lambda x: torch.optim.SGD(x, lr=0.1),
         batches=lambda n: iter(lambda: rows(n), None),
     )
-    plan = plan_for(file, num_devices=num_devices, num_microbatches=NUM_MICROBATCHES, microbatch_size=4)
+    plan = unmeasured_plan(file, num_devices=num_devices, num_microbatches=NUM_MICROBATCHES, microbatch_size=4)
     recompute: RecomputeMode = "always" if schedule == "zb-h1" else "never"
     return replace(scheduled(plan, schedule), num_replicas=num_replicas, recompute=recompute)
 
@@ -137,7 +137,7 @@ def test_fewer_samples_than_replicas_refused() -> None:
 
 def test_replicas_run_equals_virtual_engine(tmp_path: Path) -> None:
     file = small_example("transformer_lm")
-    plan = replace(plan_for(file, num_devices=1), num_replicas=2)
+    plan = replace(unmeasured_plan(file, num_devices=1), num_replicas=2)
     options = RunOptions(num_steps=3, check=True)
     run = run_forked(file.name, plan, options, settings=SMALL["transformer_lm"])
     assert run.check is not None and run.check.passed, run.check
@@ -240,7 +240,7 @@ class Drawn(nn.Sequential):
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 def test_replicas_start_equal(schedule: str) -> None:
     file = model_in_memory(Drawn(), inputs=torch.ones(4, 8))
-    plan = scheduled(plan_for(file, num_devices=2, num_microbatches=2, microbatch_size=4), schedule)
+    plan = scheduled(unmeasured_plan(file, num_devices=2, num_microbatches=2, microbatch_size=4), schedule)
 
     def job(rank: int) -> list[Tensor]:
         torch.manual_seed(rank)

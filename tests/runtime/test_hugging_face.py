@@ -22,12 +22,12 @@ from gplan_profiler.model.load import ModelFile, model_in_memory
 from tests.example_files import EXAMPLES, call
 from tests.example_files import SMALL as SMALL_EXAMPLES
 from tests.model_files import load_model_file
-from tests.runtime.plans import pipeline_for, plan_for, run_virtually
+from tests.runtime.plans import pipeline_for, run_virtually, unmeasured_plan
 from tests.runtime.ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 
-BATCH_SIZE = 8  # of plan_for's plans
+BATCH_SIZE = 8  # of unmeasured_plan's plans
 SEQUENCE_LENGTH = 12
 
 
@@ -70,7 +70,7 @@ def trained_plainly(model: nn.Module, file: ModelFile, *, num_steps: int = 3) ->
 )
 def test_training_equals_plain_model(name: str, num_ranks: int, schedule: str, recompute: str) -> None:
     file = small(name)
-    plan = plan_for(file, num_devices=2, schedule=schedule, recompute=recompute)
+    plan = unmeasured_plan(file, num_devices=2, schedule=schedule, recompute=recompute)
     inputs, _ = next(file.batches(BATCH_SIZE))
 
     def job(_rank: int) -> tuple[list[float], dict[str, Tensor], Any]:
@@ -91,7 +91,7 @@ def test_training_equals_plain_model(name: str, num_ranks: int, schedule: str, r
 
 def test_gpt2_dropout_independent_of_plan() -> None:
     file = small("gpt2_hf", dropout=0.3)
-    plan, whole = (plan_for(file, num_devices=k, recompute="always") for k in (2, 1))
+    plan, whole = (unmeasured_plan(file, num_devices=k, recompute="always") for k in (2, 1))
 
     def losses_of(plan: Plan) -> list[float]:
         return trained(gplan.pipeline(file.name, plan), file)
@@ -147,7 +147,7 @@ def test_unseen_padding_is_masked() -> None:
     batch = padded()
     file = language_model(llama, {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])})
     plain = copy.deepcopy(file.model)
-    pipe = pipeline_for(file, plan_for(file, num_devices=2))
+    pipe = pipeline_for(file, unmeasured_plan(file, num_devices=2))
     found = pipe.step(batch)
     expected = call(plain, batch).loss
     expected.backward()
@@ -179,7 +179,7 @@ def test_mixture_of_experts(name: str) -> None:
     torch.manual_seed(0)
     batch = {key: padded()[key] for key in ("input_ids", "labels")}
     file = language_model(lambda: transformers.AutoModelForCausalLM.from_config(config), batch)
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     assert any("depends on routing" in note for note in plan.notes)
     plain = copy.deepcopy(file.model)
     pipe = pipeline_for(file, plan)
@@ -218,7 +218,7 @@ def test_file_without_loss_and_wrapper_code(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(IDIOM)
     file = load_model_file(str(path))
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
     assert run.check is not None and run.check.passed and run.check.num_parameters == 21
     tokens = torch.arange(64).view(8, 8) % 30
@@ -253,7 +253,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("t5")
     file = language_model(t5, padded())
     file.model.save_pretrained(folder)  # type: ignore[operator]
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     with torch.no_grad():
         loss = float(call(file.model.eval(), padded()).loss)
     return Saved(folder, plan, loss, file.model.state_dict())
@@ -286,7 +286,7 @@ def test_from_pretrained(saved: Saved) -> None:
 def test_lost_rotary_frequencies_refused(tmp_path: Path) -> None:
     file = language_model(llama, padded())
     file.model.save_pretrained(tmp_path)  # type: ignore[operator]
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
 
     def loss_of(model: nn.Module | Callable[[], nn.Module]) -> float:
         pipe = gplan.pipeline(

@@ -16,7 +16,7 @@ import gplan
 from gplan.core.errors import ModelError
 from gplan.runtime.pipeline import Pipeline
 from gplan_profiler.model.load import model_in_memory
-from tests.runtime.plans import plan_for
+from tests.runtime.plans import plan_for, unmeasured_plan
 
 
 class Block(nn.Module):
@@ -57,7 +57,7 @@ def test_loss_that_reads_an_attribute_of_the_forward_is_refused(
     make: Callable[[], nn.Module], read: Callable[[nn.Module], Tensor], name: str
 ) -> None:
     model, inputs = make(), torch.randn(4, 8)
-    plan = plan_for(model_in_memory(model, inputs=inputs), num_devices=2)
+    plan = unmeasured_plan(model_in_memory(model, inputs=inputs), num_devices=2)
     pipe = gplan.pipeline(model, plan, loss=lambda output, y: cross_entropy(output, y) + read(model), inputs=inputs)
     with pytest.raises(ModelError, match=f"the loss reads the attribute {name} of Block"):
         pipe.step(torch.randn(plan.batch_size, 8), torch.randint(5, (plan.batch_size,)))
@@ -65,7 +65,7 @@ def test_loss_that_reads_an_attribute_of_the_forward_is_refused(
 
 def test_attributes_that_the_loss_does_not_read_are_accepted() -> None:
     model, inputs = Blocks(), torch.randn(4, 8)
-    plan = plan_for(model_in_memory(model, inputs=inputs), num_devices=2)
+    plan = unmeasured_plan(model_in_memory(model, inputs=inputs), num_devices=2)
     pipe = gplan.pipeline(model, plan, loss=cross_entropy, inputs=inputs)
     x, y = torch.randn(plan.batch_size, 8), torch.randint(5, (plan.batch_size,))
     assert float(pipe.step(x, y)) == pytest.approx(float(cross_entropy(model(x), y).detach()), rel=1e-5)
@@ -170,7 +170,7 @@ PENALTIES: dict[str, tuple[Callable[[Weighted], Tensor], str]] = {
 
 def pipeline_with_penalty(penalty: Callable[[Any], Tensor]) -> tuple[Pipeline, Callable[[Tensor, Tensor], Tensor]]:
     model, inputs = Weighted(), torch.randn(4, 8)
-    plan = plan_for(model_in_memory(model, inputs=inputs), num_devices=2)
+    plan = unmeasured_plan(model_in_memory(model, inputs=inputs), num_devices=2)
 
     def loss(output: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(output, y) + penalty(model)
@@ -208,7 +208,7 @@ def test_parameter_of_the_loss_is_refused_with_replicas_only(make: Callable[[], 
     file = model_in_memory(model, inputs=inputs)
     x, y = torch.randn(4, 8), torch.randint(5, (4,))
     for num_replicas in (1, 2):
-        plan = plan_for(file, num_devices=2, num_microbatches=2 // num_replicas, num_replicas=num_replicas)
+        plan = unmeasured_plan(file, num_devices=2, num_microbatches=2 // num_replicas, num_replicas=num_replicas)
         pipe = gplan.pipeline(model, plan, loss=lambda output, y: cross_entropy(output * scale.exp(), y), inputs=inputs)
         if num_replicas == 1:
             assert float(pipe.step(x, y)) == pytest.approx(float(cross_entropy(model(x), y).detach()), rel=1e-5)

@@ -18,7 +18,7 @@ from gplan.core.errors import ModelError, RunError
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.run_options import RunOptions
 from gplan_profiler.model.load import ModelFile, model_in_memory
-from tests.runtime.plans import plan_for, run_virtually
+from tests.runtime.plans import run_virtually, unmeasured_plan
 from tests.runtime.ranks import on_ranks
 from tests.runtime.test_sharded_replicas import Training
 from tests.runtime.test_sharded_replicas import planned as sharded
@@ -62,7 +62,7 @@ def file_of(rate: float = 0.1, loss: Callable[..., Any] = loss, model: nn.Module
 
 
 def planned(num_replicas: int = 1) -> Plan:
-    plan = plan_for(
+    plan = unmeasured_plan(
         file_of(), num_devices=2, num_microbatches=4 // num_replicas, constraints=Constraints(cut_after=("1",))
     )
     return replace(plan, num_replicas=num_replicas)

@@ -20,7 +20,7 @@ from gplan_profiler.analytic.hardware import load_hardware
 from gplan_profiler.model.load import ModelFile, model_in_memory
 from gplan_profiler.model.materialise import attributes
 from gplan_profiler.model.precision import in_precision
-from tests.runtime.plans import measured, plan_for, run_virtually
+from tests.runtime.plans import measured, run_virtually, unmeasured_plan
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.checks import (
     assert_same,
@@ -99,7 +99,7 @@ def marks(pipe: Any) -> dict[str, list[str]]:
     "options", [{}, {"num_replicas": 2, "sharding": "weights"}, {"num_replicas": 2, "sharding": "optimizer"}]
 )
 def test_attributes_on_every_rank(options: dict[str, Any]) -> None:
-    plan = replace(plan_for(file_of(), num_devices=2, num_microbatches=2), **options)
+    plan = replace(unmeasured_plan(file_of(), num_devices=2, num_microbatches=2), **options)
     expected = {name: sorted(vars(x)) for name, x in marked().named_parameters()}
     found = on_ranks(plan.num_ranks, lambda _rank: marks(gplan.pipeline(marked, plan, loss=nn.functional.mse_loss)))
     assert {name: x for part in found for name, x in part.items()} == expected

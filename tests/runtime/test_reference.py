@@ -17,7 +17,7 @@ from gplan.runtime.run.run_options import RunOptions
 from gplan_profiler.model.load import open_model_file
 from tests.model_files import load_model_file
 from tests.runtime.forked import run_forked
-from tests.runtime.plans import plan_for
+from tests.runtime.plans import unmeasured_plan
 
 FILE = """
 import random
@@ -76,7 +76,7 @@ REPEATING, OTHERS = ("numpy", "random", "own seed"), ("no seed", "shared", "syst
 
 @pytest.mark.parametrize("by", REPEATING)
 def test_weights_drawn_by_another_generator(by: str, path: str) -> None:
-    plan = plan_for(load_model_file(path, settings={"by": by}), num_devices=2)
+    plan = unmeasured_plan(load_model_file(path, settings={"by": by}), num_devices=2)
     options = RunOptions(num_steps=2, check=True, seed=5)
     runs = [run_forked(path, plan, options, settings={"by": by})]
     for seed in (5, 6):
@@ -90,7 +90,7 @@ def test_weights_drawn_by_another_generator(by: str, path: str) -> None:
 
 @pytest.mark.parametrize("by", OTHERS)
 def test_builds_that_do_not_repeat(by: str, path: str) -> None:
-    plan = plan_for(load_model_file(path, settings={"by": by}), num_devices=2)
+    plan = unmeasured_plan(load_model_file(path, settings={"by": by}), num_devices=2)
     with pytest.raises(
         ModelError, match=r"two builds of .*model.py from one seed have different weights \(0.weight, 1.*draw them"
     ):
@@ -105,7 +105,7 @@ def test_model_made_in_evaluation_mode_is_trained_and_checked_in_training_mode(
 ) -> None:
     made = f"return nn.Sequential(nn.Linear(8, 8), {layer}, nn.Linear(8, 8), nn.Linear(8, 8)).eval()\n"
     Path(path).write_text(FILE.replace("return nn.Sequential(*(layer(draw) for _ in range(4)))\n", made))
-    plan = plan_for(load_model_file(path), num_devices=2)
+    plan = unmeasured_plan(load_model_file(path), num_devices=2)
     options = RunOptions(num_steps=2, check=True)
     try:
         check = run_virtual_engine(open_source(path), plan, options, report=lambda *_: None).check

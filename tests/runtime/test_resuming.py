@@ -17,7 +17,7 @@ from gplan.files import json_files
 from gplan.runtime.pipeline import Pipeline
 from gplan.runtime.run.run_options import RunOptions
 from tests.model_files import load_model_file
-from tests.runtime.plans import plan_for, run_virtually
+from tests.runtime.plans import run_virtually, unmeasured_plan
 from tests.runtime.semantics.checks import both_engines, plan_of
 from tests.runtime.semantics.models import row, subject
 
@@ -103,7 +103,7 @@ def losses(inputs: Tensor) -> float:
 def test_data_continue_at_same_sample(tmp_path: Path, num_microbatches: int, first: int, told: str) -> None:
     (tmp_path / "model.py").write_text(COUNTING)
     file, saved = load_model_file(str(tmp_path / "model.py")), tmp_path / "saved"
-    before, after = (plan_for(file, num_devices=2, num_microbatches=m) for m in (4, num_microbatches))
+    before, after = (unmeasured_plan(file, num_devices=2, num_microbatches=m) for m in (4, num_microbatches))
     run_virtually(file, before, RunOptions(num_steps=3, save_every=3, checkpoints=str(saved)))
     with pytest.warns(UserWarning, match=f"was saved with mini-batches of 8 samples, .*{told}"):
         run = run_virtually(file, after, RunOptions(num_steps=4, resume=str(saved)))
@@ -113,7 +113,7 @@ def test_data_continue_at_same_sample(tmp_path: Path, num_microbatches: int, fir
 
 def test_resume_true_on_first_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text(COUNTING)
-    plan, kept = plan_for(load_model_file(str(tmp_path / "model.py")), num_devices=2), str(tmp_path / "saved")
+    plan, kept = unmeasured_plan(load_model_file(str(tmp_path / "model.py")), num_devices=2), str(tmp_path / "saved")
     json_files.save(plan, tmp_path / "plan.json")
     command = ["run", "--plan", f"{tmp_path}/plan.json", "--engine", "virtual", "--output", f"{tmp_path}/run.json"]
     for num_steps, num_taken, told in ((2, 2, True), (3, 1, False)):
@@ -136,7 +136,7 @@ DRAWING = COUNTING.replace("torch.arange(seen, seen + batch_size).float()[:, Non
 def test_data_continue_by_the_seed_of_the_run_that_saved(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(DRAWING)
     file, saved = load_model_file(str(tmp_path / "model.py")), tmp_path / "saved"
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     whole = run_virtually(file, plan, RunOptions(num_steps=6, seed=7))
     run_virtually(file, plan, RunOptions(num_steps=3, seed=7, save_every=3, checkpoints=str(saved)))
     rest = run_virtually(file, plan, RunOptions(num_steps=6, resume=str(saved)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from gplan.runtime.sharded_replicas import check_optimizer
 from gplan.runtime.sharded_tensors import local_tensor
 from gplan_profiler.measure import ProfileOptions, measure_profile
 from gplan_profiler.model.load import model_in_memory
+from tests.memo import memoized
 from tests.runtime.plans import scheduled
 from tests.runtime.ranks import on_ranks
 
@@ -60,7 +60,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield inputs, targets
 
 
-@cache
+@memoized
 def profile() -> Profile:
     link = Link(latency_s=0.0, bytes_per_s=1e9)
     options = ProfileOptions(microbatch_sizes=(MICROBATCH_SIZE,), link=link, budget_s=0.01, contention=0)
@@ -83,7 +83,7 @@ def planned(
     return replace(scheduled(plan, schedule), num_replicas=num_replicas, sharding=sharding, recompute=recompute)
 
 
-@cache
+@memoized
 def plain() -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """(loss, gradient norm) of three steps of the plain model, each in micro-batches; and its weights after them."""
     model, data, found = build(), batches(), []

@@ -22,7 +22,15 @@ from gplan_profiler.model.model_reference import SettingValue
 from tests.model_files import load_model_file
 from tests.runtime.branched_models import branched_file
 from tests.runtime.forked import run_forked
-from tests.runtime.plans import pipeline_for, plan_for, recomputing, run_virtually, scheduled, small_example
+from tests.runtime.plans import (
+    pipeline_for,
+    plan_for,
+    recomputing,
+    run_virtually,
+    scheduled,
+    small_example,
+    unmeasured_plan,
+)
 
 FLOORS = """
 import torch
@@ -76,13 +84,13 @@ def runs_of_a_step(file: ModelFile, plan: Plan) -> dict[str, int]:
 
 @pytest.mark.parametrize("selected", [(), ("0", "2", "3"), ("0", "1", "2", "3", "4")])
 def test_selected_layers_run_twice(floors: ModelFile, selected: Collection[str]) -> None:
-    plan = recomputing(plan_for(floors, num_devices=2, num_microbatches=3), selected)
+    plan = recomputing(unmeasured_plan(floors, num_devices=2, num_microbatches=3), selected)
     assert runs_of_a_step(floors, plan) == {name: 6 if name in selected else 3 for name in plan.layer_names}
 
 
 @pytest.mark.parametrize(("schedule", "num_stages"), [("zb-h1", 3), ("zb-v", 4), ("interleaved-1f1b:2", 4)])
 def test_recompute_once_per_microbatch(floors: ModelFile, schedule: str, num_stages: int) -> None:
-    plan = scheduled(plan_for(floors, num_devices=num_stages, num_microbatches=3), schedule)
+    plan = scheduled(unmeasured_plan(floors, num_devices=num_stages, num_microbatches=3), schedule)
     for again, plan_of_it in (("01234", replace(plan, recompute="always")), ("134", recomputing(plan, "134"))):
         assert runs_of_a_step(floors, plan_of_it) == {x: 6 if x in again else 3 for x in plan.layer_names}
 
@@ -93,13 +101,13 @@ def peak_bytes(file: ModelFile, plan: Plan) -> int:
 
 
 def test_selected_recompute_lowers_peak(floors: ModelFile) -> None:
-    plan, num_microbatches = plan_for(floors, num_devices=1), 4
+    plan, num_microbatches = unmeasured_plan(floors, num_devices=1), 4
     never, two, all_five = (peak_bytes(floors, recomputing(plan, "01234"[:n])) for n in (0, 2, 5))
     saved = num_microbatches * ACTIVATION_BYTES  # of one layer
     assert peak_bytes(floors, plan) == pytest.approx(never, rel=0.02)
     assert never - two == pytest.approx(2 * saved, abs=0.5 * saved)
     assert never - all_five == pytest.approx(5 * saved, abs=0.6 * saved)
-    whole = peak_bytes(floors, plan_for(floors, num_devices=1, recompute="always"))
+    whole = peak_bytes(floors, unmeasured_plan(floors, num_devices=1, recompute="always"))
     assert all_five < whole - 2 * ACTIVATION_BYTES  # which has the activations of all five layers at once
 
 
@@ -183,7 +191,7 @@ def test_recompute_restores_buffers(is_exported: bool) -> None:
 @pytest.mark.parametrize(("name", "schedule"), [("transformer_lm", "gpipe"), ("resnet", "1f1b"), ("unet", "1f1b")])
 def test_selected_recompute_equals_plain_model(name: str, schedule: str) -> None:
     file = small_example(name)
-    plan = plan_for(file, num_devices=3, schedule=schedule)
+    plan = unmeasured_plan(file, num_devices=3, schedule=schedule)
     before = {name: x.clone() for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
     run = run_virtually(file, recomputing(plan, plan.layer_names[::2]), RunOptions(num_steps=2, check=True))
     assert run.check is not None and run.check.passed, run.check
@@ -197,7 +205,7 @@ def test_selected_recompute_equals_plain_model(name: str, schedule: str) -> None
 )
 def test_recompute_with_split_backward(name: str, schedule: str, again: str) -> None:
     file = small_example(name)
-    plan = scheduled(plan_for(file, num_devices=4, num_microbatches=3), schedule)
+    plan = scheduled(unmeasured_plan(file, num_devices=4, num_microbatches=3), schedule)
     plan = replace(plan, recompute="always") if again == "always" else recomputing(plan, plan.layer_names[::2])
     run = run_virtually(file, plan, RunOptions(num_steps=1, check=True))
     assert run.check is not None and run.check.passed, run.check

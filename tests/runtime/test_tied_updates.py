@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gplan.runtime.run.run_options import RunOptions
 from gplan.runtime.virtual_engine import TiedUpdates
-from tests.runtime.plans import plain_losses, plan_for, run_virtually, small_example
+from tests.runtime.plans import plain_losses, run_virtually, small_example, unmeasured_plan
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -54,7 +54,7 @@ def test_training_with_a_tied_embedding_equals_the_plain_model(schedule: str) ->
     def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
         updated.extend(x for group in optimizer.param_groups for x in group["params"] if x.grad is not None)
 
-    plan = plan_for(file, num_devices=2, schedule=schedule)
+    plan = unmeasured_plan(file, num_devices=2, schedule=schedule)
     hook = register_optimizer_step_pre_hook(note)
     run = run_virtually(file, plan, RunOptions(num_steps=4, check=True))
     hook.remove()
@@ -62,7 +62,9 @@ def test_training_with_a_tied_embedding_equals_the_plain_model(schedule: str) ->
     assert run.check is not None
     assert run.check.passed, run.check
     plain = small_example("transformer_lm", tie_embedding=True)
-    expected = plain_losses(plain, plan_for(plain, num_devices=1, schedule=schedule.partition(":")[0]), num_steps=4)
+    expected = plain_losses(
+        plain, unmeasured_plan(plain, num_devices=1, schedule=schedule.partition(":")[0]), num_steps=4
+    )
     assert run.losses == pytest.approx(expected, rel=1e-5)
     updates = {span.action.stage: span.duration_s for span in run.timeline.spans if span.action.kind.value == "O"}
     assert len(updates) == 2

@@ -28,7 +28,7 @@ from gplan.runtime.run.run_options import RunOptions
 from gplan_profiler.host.host_info import device_share
 from tests.model_files import load_model_file
 from tests.runtime.forked import run_forked
-from tests.runtime.plans import SMALL, plain_losses, plan_for, run_virtually, small_example, source_for
+from tests.runtime.plans import SMALL, plain_losses, plan_for, run_virtually, small_example, source_for, unmeasured_plan
 
 STEPS = 4
 
@@ -44,7 +44,7 @@ def assert_trained_as_plain(run: Run, name: str) -> None:
 def losses_of_plain(name: str, schedule: str, **settings: Any) -> tuple[float, ...]:
     """Losses of an example without a pipeline, gradients summed in the schedule's order."""
     file = small_example(name, **settings)
-    plan = plan_for(file, num_devices=1, schedule=schedule)
+    plan = unmeasured_plan(file, num_devices=1, schedule=schedule)
     with device_share(1):  # as the engines do: batch norm over a handful of values makes rounding large
         return tuple(plain_losses(file, plan, num_steps=STEPS))
 
@@ -52,7 +52,7 @@ def losses_of_plain(name: str, schedule: str, **settings: Any) -> tuple[float, .
 @pytest.mark.parametrize(
     ("name", "schedule", "recompute"),
     [
-        *((name, "1f1b", "except-last") for name in sorted(SMALL)),
+        *((name, "1f1b", "except-last") for name in sorted({*SMALL} - {"amoebanet_d"})),  # on two ranks below
         *((name, "gpipe", "always") for name in ("resnet", "transformer_lm", "unet")),
     ],
 )
@@ -165,7 +165,7 @@ def test_layer_that_returns_its_input_costs_no_memory() -> None:
 
 def test_tied_embedding_over_two_processes() -> None:
     file = small_example("transformer_lm", tie_embedding=True)
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     settings = {**SMALL["transformer_lm"], "tie_embedding": True}
     run = run_forked(file.name, plan, RunOptions(num_steps=STEPS, check=True), settings=settings)
     assert run.check is not None and run.check.passed, run.check
@@ -176,7 +176,7 @@ def test_tied_embedding_over_two_processes() -> None:
 
 def test_batch_norm_counts_minibatches_once() -> None:
     file = small_example("resnet")
-    plan = plan_for(file, num_devices=3, recompute="always")
+    plan = unmeasured_plan(file, num_devices=3, recompute="always")
     before = {name: x.clone() for name, x in file.model.named_buffers()}
     run_virtually(file, plan, RunOptions(num_steps=2))
     counts = {name: int(x - before[name]) for name, x in file.model.named_buffers() if name.endswith("batches_tracked")}
@@ -185,7 +185,7 @@ def test_batch_norm_counts_minibatches_once() -> None:
 
 def test_averages_count_as_update() -> None:
     file = small_example("resnet")
-    plan = plan_for(file, num_devices=3, schedule="looped-bfs:2")
+    plan = unmeasured_plan(file, num_devices=3, schedule="looped-bfs:2")
     pipe = gplan.pipeline(file.model, plan, loss=file.loss)
     inputs, targets = next(iter(file.batches(plan.batch_size)))
     pipe.step(inputs, targets)
@@ -195,7 +195,7 @@ def test_averages_count_as_update() -> None:
 
 def test_virtual_timeline_uses_plan_link() -> None:
     file = small_example("transformer_lm")
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     run = run_virtually(file, plan, RunOptions(num_steps=2))
     first = {span.action: span for span in run.timeline.spans}
     for transfer in run.timeline.transfers:
@@ -204,7 +204,7 @@ def test_virtual_timeline_uses_plan_link() -> None:
 
 
 def test_plan_of_another_model_refused() -> None:
-    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    plan = unmeasured_plan(small_example("transformer_lm"), num_devices=2)
     with pytest.raises(
         FileError, match=r"with 6 layers \(embedding to head\); .*unet.py has \d+ layers \(encoder.0 to head\)"
     ):
@@ -215,7 +215,7 @@ def test_plan_of_another_model_refused() -> None:
 
 def test_check_with_dropout_refused() -> None:
     file = small_example("transformer_lm", dropout=0.5)
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     with pytest.raises(UsageError, match="draws random numbers.*--set dropout=0"):
         run_virtually(file, plan, RunOptions(num_steps=1, check=True))
     assert len(run_virtually(file, plan, RunOptions(num_steps=2)).losses) == 2
@@ -249,7 +249,7 @@ def failing_file(tmp_path: Path, body: str) -> tuple[str, Plan]:
     """A model file with a layer that does `body`, and a plan made without it."""
     path = tmp_path / "bomb.py"
     path.write_text(FAILING.format(body="pass"))
-    plan = plan_for(load_model_file(str(path)), num_devices=2)
+    plan = unmeasured_plan(load_model_file(str(path)), num_devices=2)
     path.write_text(FAILING.format(body=body))
     return str(path), replace(plan, model=replace(plan.model, file_digest=""))
 
@@ -279,7 +279,7 @@ def test_hanging_stage_times_out(tmp_path: Path) -> None:
 
 def test_model_in_memory_needs_virtual_engine() -> None:
     file = small_example("unet")
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     with pytest.raises(UsageError, match="loads the model from a file"):
         gplan.run(plan, model=nn.Linear(2, 2))
     given = {name: file.functions[name] for name in ("loss", "optimizer", "batches")}
@@ -288,7 +288,7 @@ def test_model_in_memory_needs_virtual_engine() -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_run() -> None:
     file = small_example("transformer_lm")
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     file.functions["loss"] = lambda output, _: output.sum() * math.nan  # type: ignore[index]
     with pytest.raises(
         RunError, match="the loss is nan in step 1, not finite: the output of every layer is; see the loss"
@@ -323,7 +323,7 @@ def test_nan_gradient_fails_check() -> None:
 
 def test_the_check_tells_how_far_a_loss_with_class_weights_is_from_the_whole_batch() -> None:
     file = small_example("transformer_lm")
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
 
     def weighted(output: Tensor, target: Tensor) -> Tensor:
         weights = torch.linspace(0.1, 10.0, output.shape[-1])
@@ -346,7 +346,7 @@ def test_the_check_tells_how_far_a_loss_with_class_weights_is_from_the_whole_bat
 def test_a_sum_of_rounded_gradients_is_no_loss_that_depends_on_the_division(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gplan.runtime.run.reference.TOLERANCE", 1e-12)  # less than what rounding does
     file = small_example("transformer_lm")
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     inputs, target = BatchStream(file, plan.batch_size, seed=0).peek()
     whole = plain_reference(file, plan, inputs, target).whole_batch
     assert whole is not None and 0.0 < whole.max_relative_error < 1e-3
@@ -355,7 +355,7 @@ def test_a_sum_of_rounded_gradients_is_no_loss_that_depends_on_the_division(monk
 
 def test_the_check_runs_the_whole_batch_where_it_is_the_same() -> None:
     file = small_example("transformer_lm")
-    run = run_virtually(file, plan_for(file, num_devices=2), RunOptions(num_steps=1, check=True))
+    run = run_virtually(file, unmeasured_plan(file, num_devices=2), RunOptions(num_steps=1, check=True))
     assert run.check is not None and run.check.whole_batch is None
     assert check_text(run.check).startswith("equal to the plain model's: ")
 
@@ -363,7 +363,7 @@ def test_the_check_runs_the_whole_batch_where_it_is_the_same() -> None:
 def test_a_model_file_that_was_changed_after_its_profile_is_noted(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(TINY)
-    plan = plan_for(load_model_file(str(path)), num_devices=2)
+    plan = unmeasured_plan(load_model_file(str(path)), num_devices=2)
     unchanged = run_virtually(load_model_file(str(path)), plan, RunOptions(num_steps=1))
     assert not any("changed after it was profiled" in note for note in unchanged.notes)
     path.write_text(TINY.replace("return nn.functional.mse_loss", "return 2 * nn.functional.mse_loss"))
@@ -374,7 +374,7 @@ def test_a_model_file_that_was_changed_after_its_profile_is_noted(tmp_path: Path
 
 def test_a_changed_plan_is_said_before_training() -> None:
     file, said = small_example("transformer_lm"), list[str]()
-    plan = replace(plan_for(file, num_devices=2), num_microbatches=1)
+    plan = replace(unmeasured_plan(file, num_devices=2), num_microbatches=1)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, *_: said.append(str(message))
@@ -422,7 +422,7 @@ def test_tolerance_follows_dtype(dtype: str, tolerance: float) -> None:
     """8 + 2 sqrt(4 micro-batches) roundings."""
     file = small_example("transformer_lm")
     file.model.to(getattr(torch, dtype))
-    plan = plan_for(small_example("transformer_lm"), num_devices=2)
+    plan = unmeasured_plan(small_example("transformer_lm"), num_devices=2)
     data = BatchStream(file, plan.batch_size, seed=0)
     found = plain_reference(file, plan, *data.peek()).tolerance
     assert found == pytest.approx(tolerance, rel=0.1)
@@ -439,14 +439,14 @@ def test_model_file_without_batches_refused(tmp_path: Path) -> None:
     path = tmp_path / "bare.py"
     path.write_text("from torch import nn\nmodel = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n")
     file = load_model_file(str(path), input_shapes="2,4")
-    plan = plan_for(file, num_devices=2)
+    plan = unmeasured_plan(file, num_devices=2)
     with pytest.raises(ModelError, match="defines no batches; add it"):
         run_virtually(file, plan, RunOptions(num_steps=1))
 
 
 def test_resume_skips_damaged_checkpoints(tmp_path: Path) -> None:
     file = small_example("transformer_lm")
-    plan, saved = plan_for(file, num_devices=2), tmp_path / "saved"
+    plan, saved = unmeasured_plan(file, num_devices=2), tmp_path / "saved"
     whole = run_virtually(file, plan, RunOptions(num_steps=5, save_every=1, checkpoints=str(saved)))
     for newer in ("step-000005", "step-000004"):
         shutil.rmtree(saved / newer)

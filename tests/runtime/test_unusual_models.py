@@ -9,7 +9,7 @@ import pytest
 from gplan.runtime.run.run_options import RunOptions
 from tests.model_files import load_model_file
 from tests.runtime.forked import run_forked
-from tests.runtime.plans import plan_for, run_virtually
+from tests.runtime.plans import run_virtually, unmeasured_plan
 
 HEAD = """
 import torch
@@ -166,7 +166,7 @@ def reference(tmp_path: Path, request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize(("num_devices", "recompute"), [(1, "always"), (2, "always"), (3, "never")])
 @pytest.mark.parametrize("reference", sorted(ODD), indirect=True)
 def test_virtual_engine(reference: str, num_devices: int, recompute: str) -> None:
-    plan = plan_for(load_model_file(reference), num_devices=num_devices, num_microbatches=3, recompute=recompute)
+    plan = unmeasured_plan(load_model_file(reference), num_devices=num_devices, num_microbatches=3, recompute=recompute)
     run = run_virtually(load_model_file(reference), plan, RunOptions(num_steps=1, check=True))
     assert run.check is not None
     assert run.check.passed, run.check
@@ -174,7 +174,7 @@ def test_virtual_engine(reference: str, num_devices: int, recompute: str) -> Non
 
 @pytest.mark.parametrize("reference", sorted(ODD), indirect=True)
 def test_torch_engine(reference: str) -> None:
-    plan = plan_for(
+    plan = unmeasured_plan(
         load_model_file(reference), num_devices=3, num_microbatches=2, schedule="1f1b", recompute="except-last"
     )
     run = run_forked(reference, plan, RunOptions(num_steps=1, check=True, timeout_s=60.0))
@@ -185,7 +185,7 @@ def test_torch_engine(reference: str) -> None:
 def test_torch_engine_one_stage_one_microbatch(tmp_path: Path) -> None:
     path = tmp_path / "odd.py"
     path.write_text(HEAD + ODD["a last stage without parameters"])
-    plan = plan_for(load_model_file(str(path)), num_devices=1, num_microbatches=1)
+    plan = unmeasured_plan(load_model_file(str(path)), num_devices=1, num_microbatches=1)
     run = run_forked(str(path), plan, RunOptions(num_steps=2, check=True))
     assert run.check is not None
     assert run.check.passed, run.check

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gplan
-from gplan.core import Constraints, Link, Plan, Profile
+from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import GplanError
 from gplan.runtime.pipeline import Pipeline
-from gplan_profiler.measure import ProfileOptions, measure_profile
 from gplan_profiler.model.load import model_in_memory
+from tests.runtime.plans import unmeasured
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.models import Subject
 
@@ -29,22 +29,16 @@ MICROBATCH_SIZE = 2
 
 @cache
 def profile_of(subject: Subject) -> Profile:
-    """A quick profile, cached."""
+    """Its layers, unmeasured; cached."""
 
     def batches(num_samples: int) -> Iterable[tuple[Any, Any]]:
         while True:
             yield subject.batch(num_samples)
 
-    options = ProfileOptions(
-        microbatch_sizes=(MICROBATCH_SIZE,),
-        link=Link(latency_s=0.0, bytes_per_s=1e9),
-        budget_s=0.01,
-        contention=0,
-    )
     with torch.random.fork_rng():
         model = subject.build()
     file = model_in_memory(model, loss=subject.loss, batches=batches, loss_reduction=subject.loss_reduction)
-    return measure_profile(file, options)
+    return unmeasured(file, MICROBATCH_SIZE, "auto")
 
 
 def plan_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from gplan.schedules.registry import num_stages_of
 from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.chain import Chain
 from gplan_profiler.model.model_reference import describe_inputs
+from tests.memo import memoized
 from tests.runtime.plans import scheduled
 from tests.runtime.semantics.checks import (
     assert_same,
@@ -113,7 +113,7 @@ class Seen:
     output: Tensor | None
 
 
-@cache
+@memoized
 def model_of(case: Subject) -> tuple[nn.Module, dict[str, Tensor]]:
     """One model for all pipelines, and its initial state."""
     model = built(case)
@@ -148,13 +148,13 @@ def seen(case: Subject, plan: Plan) -> Seen:
     )
 
 
-@cache
+@memoized
 def expected(case: Subject) -> Seen:
     """Results of one stage on one device."""
     return seen(case, plan_of(case, 1))
 
 
-@cache
+@memoized
 def cut(case: Subject, num_stages: int) -> Plan:
     """A plan; the woven model is cut after its late embedding, where no input leads to a weight."""
     return plan_of(case, num_stages, cut_after=["late"] if "late" in layers(case) and num_stages > 1 else [])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from gplan.core import Link, Plan, Precision, Profile
 from gplan.core.errors import FileError, ModelError, UsageError
 from gplan.runtime.pipeline import Pipeline
 from gplan_profiler.capture.capture import capture
+from tests.memo import memoized
 from tests.runtime.ranks import on_ranks
 from tests.runtime.semantics.checks import MICROBATCH_SIZE, both_engines, built
 from tests.runtime.semantics.models import WIDTH, Floor, Subject, Tied, Tower, subject, token_subject
@@ -45,7 +45,7 @@ class Frozen(Tower):
 CASES = {"frozen": subject(Frozen), "tied": token_subject(Tied)}
 
 
-@cache
+@memoized
 def profile_in(case: str, precision: str) -> Profile:
     """A quick profile."""
     found = CASES[case]
