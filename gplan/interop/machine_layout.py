@@ -77,7 +77,7 @@ def layout_of(
     if order != ORDER and receiver != "megatron":
         raise UsageError(f"{receiver} places groups as {ORDER}; leave --order out, or take --to megatron")
     trainer, tensor = receiver_named(receiver), dials["tensor"] or 1
-    kv_heads, groups = decoder.kv_heads, decoder.linear_num_key_heads
+    kv_heads, groups = min(x.kv_heads for x in decoder.variants), decoder.linear_num_key_heads
     if 0 < kv_heads < tensor and not trainer.copies_keys:
         raise UsageError(
             f"--tensor is {tensor}, and the model has {kv_heads} heads of keys and values, which {trainer.title} does not copy; take "

@@ -121,12 +121,11 @@ class WidthSpace:
 
     def _is_divided_by(self, tensor: int) -> bool:
         """Whether a tensor width divides the heads."""
-        model = self.decoder
-        kv_heads = model.kv_heads
-        if receiver_named(self.receiver).copies_keys and kv_heads and not tensor % kv_heads:
-            kv_heads = tensor
-        of_linear = (model.linear_num_key_heads, model.linear_num_value_heads)
-        return not any(x % tensor for x in (kv_heads, model.num_attention_heads, *of_linear))
+        model, copies = self.decoder, receiver_named(self.receiver).copies_keys
+        heads = [model.linear_num_key_heads, model.linear_num_value_heads]
+        for own in model.variants:
+            heads += [own.num_attention_heads, tensor if copies and not tensor % own.kv_heads else own.kv_heads]
+        return not any(x % tensor for x in heads)
 
     def _experts(self, num_ranks: int) -> list[int]:
         experts = self.decoder.routed_experts

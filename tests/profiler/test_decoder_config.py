@@ -38,6 +38,8 @@ PUBLISHED = {  # parameters in billions, by the model cards; DeepSeek-V3's 671 a
     "llama4-maverick-17b-128e": 400.71,
     "gemma-3-27b": 27.01,
     "olmo-3-7b": 7.30,
+    "apertus-8b": 8.053,
+    "apertus-70b": 70.60,
     "deepseek-v3.2": 671.88,
 }
 
@@ -325,6 +327,71 @@ def test_experts_by_the_keys_of_ernie(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(keys))
     total, active, _ = num_parameters(load_decoder(str(tmp_path / "config.json")))
     assert (total / 1e9, active / 1e9) == (pytest.approx(21.8, abs=0.1), pytest.approx(3.0 + 0.265, abs=0.1))
+
+
+CONFIGS = {  # keys of a published config.json, and its parameters in billions
+    "MiniCPM3-4B": (
+        {"model_type": "minicpm3", "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62, "vocab_size": 73448,
+         "num_attention_heads": 40, "num_key_value_heads": 40, "q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64,
+         "qk_rope_head_dim": 32, "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4},
+        4.07,
+    ),
+    "EXAONE-3.5-2.4B": (
+        {"model_type": "exaone", "hidden_size": 2560, "intermediate_size": 7168, "num_layers": 30, "vocab_size": 102400, "head_dim": 80,
+         "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+        2.405,
+    ),
+    "MiMo-V2-Flash": (
+        {"model_type": "mimo_v2_flash", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48, "vocab_size": 152576,
+         "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "swa_num_attention_heads": 64,
+         "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8,
+         "moe_intermediate_size": 2048, "hybrid_layer_pattern": [0, 1, 1, 1, 1, *[0, 1, 1, 1, 1, 1] * 7, 0], "sliding_window": 128,
+         "moe_layer_freq": [0, *[1] * 47], "add_swa_attention_sink_bias": True, "n_shared_experts": None},
+        308.8,
+    ),
+    "Gemma-4 31B": (
+        {"model_type": "gemma4", "text_config": {
+            "model_type": "gemma4_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60,
+            "vocab_size": 262144, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256, "global_head_dim": 512,
+            "num_global_key_value_heads": 4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 1024,
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10}},
+        30.7,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_of_a_config_as_published(name: str, tmp_path: Path) -> None:
+    keys, billions = CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    found = load_decoder(str(tmp_path / "config.json"))
+    assert num_parameters(found)[0] / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_layers_with_sizes_of_their_own(tmp_path: Path) -> None:
+    """The `per_layer_config` that transformers writes; a width divides the heads of every layer."""
+    path = tmp_path / "config.json"
+    sizes = {**SMALL, "model_type": "llama", "num_attention_heads": 8}
+
+    def block(**keys: object) -> list[int]:
+        path.write_text(json.dumps({**sizes, **keys}))
+        return [x.num_parameters for x in decoder_profile(str(path)).layers[1:-1]]
+
+    other = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 96}
+    mixed = block(per_layer_config={"01": other})
+    assert mixed == [block()[0], block(**other)[0], *block()[2:]] != block()
+    block(per_layer_config={"01": other})
+    with pytest.raises(UsageError, match="4 heads cannot be divided over 8 ranks"):
+        decoder_profile(str(path), tensor=8)
+    block(sliding_window=8, per_layer_config={"02": {"sliding_window": 4}})
+    windows = [load_decoder(str(path)).block_kind(i, 64).attended for i in range(3)]
+    assert windows[0] == windows[1] > windows[2]
+    with pytest.raises(FileError, match="numbers of experts that differ"):
+        block(num_local_experts=4, num_experts_per_tok=2, per_layer_config={"2": {"num_local_experts": 2}})
+    with pytest.raises(FileError, match="colour"):
+        block(per_layer_config={"01": {"colour": 3}})
+    with pytest.raises(FileError, match="3 key-value heads are shared by 8 heads"):
+        block(per_layer_config={"01": {"num_key_value_heads": 3}})
 
 
 @pytest.mark.parametrize("tensor", [2, 8])

@@ -18,12 +18,11 @@ from typing import Any, Literal
 import msgspec
 
 from gplan.core.errors import FileError, UsageError
-from gplan_profiler.analytic.decoder_keys import decoder_values
+from gplan_profiler.analytic.decoder_keys import MOST_LAYERS, decoder_values
 from gplan_profiler.analytic.expected_errors import DENSE, HYBRID, MIXTURE
 
 _TABLE = Path(__file__).with_name("decoders.toml")
 _SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
-_MOST_LAYERS = 10_000  # of a model; more would take all memory
 _KINDS = {
     "layer_types": {
         "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "linear_attention", "mlp", "moe",
@@ -133,6 +132,7 @@ class BlockKind:
     feed: str = "dense"  # or "sparse", with experts; "": none
     attended: float = 1.0  # share of all earlier tokens that a token attends to
     is_rotary: bool = True  # whether positions rotate queries and keys
+    sizes: tuple[tuple[str, int], ...] = ()  # of a `Decoder`, that are others in this block
 
 
 class Decoder(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,7 +176,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     max_window_layers: int = 0
     full_attention_interval: int = 0  # 0: `other_attention` in all blocks
     other_attention: str = ""  # of layers that are not full attention; "": by the window or the chunk that is given
-    moe_layer_end_index: int = _MOST_LAYERS
+    moe_layer_end_index: int = MOST_LAYERS
     attention_bias: bool = False  # of all products of the attention
     qkv_bias: bool = False
     attention_out_bias: bool = False
@@ -187,9 +187,11 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     is_parallel: bool = False  # attention and perceptron read the same hidden states
     has_one_part: bool = False  # a block is attention, a perceptron or experts
     attn_output_gate: bool = False
+    has_head_gates: bool = False  # that gate has one value for each head
     has_head_norms: bool = False  # of queries and keys
-    has_head_norm_weights: bool = True
+    head_norm_values: int = 1  # parameters for each value that such a norm reads: a weight, or a bias too
     heads_norm_apart: bool = False  # each head has its own weights
+    values_are_keys: bool = False  # one product for both
     has_sinks: bool = False
     has_expert_biases: bool = False
     has_router_bias: bool = False
@@ -197,6 +199,8 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     is_gated: bool = True  # the perceptron: a gate times up; else up alone
     has_norm_biases: bool = False
     has_norm_weights: bool = True
+    has_embedding_norm: bool = False
+    activation_values: int = 0  # parameters of a perceptron's activation
     index_n_heads: int = 0  # of the indexer, that selects the tokens to attend to
     index_head_dim: int = 0
     index_topk: int = 0
@@ -212,11 +216,13 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     linear_norms_apart: bool = False  # each head has its own weights
     linear_is_delta: bool = False  # the delta rule: values are corrected by what the state holds
     learned_positions: int = 0
+    unused_positions: int = 0  # more rows of their table
+    per_layer: tuple[dict[str, int | bool], ...] = ()  # sizes that are others in a layer
     unused: tuple[str, ...] = ()  # sentences on keys that were not used, and so may change what is computed
 
     def __post_init__(self) -> None:
         has_own = self.moe_intermediate_size and all(
-            map(self.is_sparse, range(min(self.num_hidden_layers, _MOST_LAYERS)))
+            map(self.is_sparse, range(min(self.num_hidden_layers, MOST_LAYERS)))
         )
         for name in _SIZES:
             if getattr(self, name) < 1 and not (name == "intermediate_size" and has_own):
@@ -244,8 +250,8 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.routed_experts}"
             )
         for name in ("num_hidden_layers", "num_nextn_predict_layers"):
-            if getattr(self, name) > _MOST_LAYERS:
-                raise ValueError(f"{name} is {getattr(self, name):,}; expected at most {_MOST_LAYERS:,}")
+            if getattr(self, name) > MOST_LAYERS:
+                raise ValueError(f"{name} is {getattr(self, name):,}; expected at most {MOST_LAYERS:,}")
         if not self._head:
             raise ValueError(
                 f"{self.num_attention_heads} heads share a hidden_size of {self.hidden_size}; expected no more heads than that"
@@ -279,10 +285,18 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         missing = [x for x in sizes if not getattr(self, x)]
         if "linear_attention" in kinds_found and self.linear_num_decays and missing:
             raise ValueError(f"{', '.join(missing)} of linear attention or Mamba is missing; expected at least 1")
+        if len({(x.routed_experts, x.num_experts_per_tok) for x in self.variants}) > 1:  # each is checked too
+            raise ValueError("per_layer has numbers of experts that differ; expected the same in all layers")
         if self.index_topk and "indexed_attention" not in kinds_found:
             raise ValueError(
                 f"index_topk is {self.index_topk}; expected a model_type with indexed attention, such as deepseek_v32"
             )
+
+    @property
+    def variants(self) -> tuple[Decoder, ...]:
+        """Decoders with the sizes of each layer, where layers differ."""
+        found = dict.fromkeys(tuple(x.items()) for x in self.per_layer)
+        return tuple(msgspec.structs.replace(self, per_layer=(), **dict(x)) for x in found) or (self,)
 
     @property
     def routed_experts(self) -> int:
@@ -320,7 +334,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def value_width(self) -> int:
         """Of the attention's output, over all heads."""
-        return self.num_attention_heads * (self.v_head_dim or self._head)
+        return self.num_attention_heads * self.value_head
 
     @property
     def query_width(self) -> int:
@@ -335,8 +349,13 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key_width(self) -> int:
-        """Of the keys, over all heads that have their own; without latent attention also of the values."""
+        """Of the keys without latent attention, over all heads that have their own."""
         return self.kv_heads * self._head
+
+    @property
+    def value_head(self) -> int:
+        """Of the values of a head."""
+        return self.v_head_dim or self._head
 
     @property
     def ties_embedding(self) -> bool:
@@ -352,9 +371,10 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         """The products of a block's attention, as (in, out)."""
         hidden = self.hidden_size
         if not self.kv_lora_rank:
-            queries = (1 + self.attn_output_gate) * self.query_width
-            return (hidden, queries + 2 * self.key_width), (self.value_width, hidden)
-        expanded = self.num_attention_heads * (self.qk_nope_head_dim + self.v_head_dim)
+            gates = self.attn_output_gate * (self.num_attention_heads if self.has_head_gates else self.value_width)
+            values = 0 if self.values_are_keys else self.kv_heads * self.value_head
+            return (hidden, self.query_width + gates + self.key_width + values), (self.value_width, hidden)
+        expanded = self.num_attention_heads * (self.qk_nope_head_dim + self.value_head)
         latent_queries = (
             [(hidden, self.q_lora_rank), (self.q_lora_rank, self.query_width)]
             if self.q_lora_rank
@@ -373,7 +393,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         elif self.attention_bias or self.qkv_bias:
             biases += self.attention_matrices[0][1]
         norms = self.query_width + self.key_width if self.heads_norm_apart else 2 * self._head
-        own = self.has_head_norms * self.has_head_norm_weights * norms + self.has_sinks * self.num_attention_heads
+        own = self.has_head_norms * self.head_norm_values * norms + self.has_sinks * self.num_attention_heads
         return latent + biases + own
 
     @property
@@ -466,11 +486,13 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         if self.has_one_part and block < self.num_hidden_layers:
             feed = {"mlp": "dense", "moe": "sparse"}.get(kind, "")
         mixer = "" if kind in ("mlp", "moe") else kind
-        return BlockKind(mixer, feed, self._attended(kind, sequence), self._is_rotary(block))
+        sizes = tuple(self.per_layer[block].items()) if self.per_layer[block:] else ()
+        window = dict(sizes).get("sliding_window", self.sliding_window)
+        return BlockKind(mixer, feed, self._attended(kind, sequence, window), self._is_rotary(block), sizes)
 
-    def _attended(self, kind: str, sequence: int) -> float:
+    def _attended(self, kind: str, sequence: int, sliding_window: int) -> float:
         window = {
-            "sliding_attention": self.sliding_window if self.use_sliding_window else 0,
+            "sliding_attention": sliding_window if self.use_sliding_window else 0,
             "chunked_attention": self.attention_chunk_size,
             "indexed_attention": self.index_topk,
         }.get(kind, 0)

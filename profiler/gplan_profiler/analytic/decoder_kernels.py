@@ -17,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
+from msgspec import structs
+
 from gplan.core import OperationKind, Work
 from gplan.core.layer_cost import Lifetime
 from gplan_profiler.analytic.collectives import Exchange, Group, exchange_s
@@ -258,9 +260,10 @@ class LayerKernels:
         return int(ELEMENT * self.tokens * width) // (self.widths.tensor if self.trainer.divides_sequence else 1)
 
     @property
-    def _key_bytes(self) -> int:
-        """Of the keys on a rank, which has one head at least."""
-        return self._bytes(self.decoder.key_width * max(1, self.widths.tensor // self.decoder.kv_heads))
+    def _key_bytes(self) -> tuple[int, int]:
+        """Of the keys and of their values on a rank, which has one head at least."""
+        model, heads = self.decoder, max(self.decoder.kv_heads, self.widths.tensor)
+        return self._bytes(heads * model.key_width // model.kv_heads), self._bytes(heads * model.value_head)
 
     @property
     def hidden_bytes(self) -> int:
@@ -302,6 +305,9 @@ class LayerKernels:
 
     def block(self, name: str, kind: BlockKind) -> Part:
         """Attention and a perceptron or experts, each with its norms, added to the hidden states."""
+        if kind.sizes:
+            own = structs.replace(self.decoder, per_layer=(), **dict(kind.sizes))
+            return replace(self, decoder=own).block(name, replace(kind, sizes=()))
         model, split = self.decoder, self.widths.tensor
         found = [*([self._mixer(kind)] if kind.mixer else []), *([self._feed(kind)] if kind.feed else [])]
         branches = [(*self._with_norms(x.kernels, is_first=not i), self._sum()) for i, x in enumerate(found)]
@@ -356,9 +362,10 @@ class LayerKernels:
             before, matrices = (*before, *self._index(kind.attended)), (*matrices, *model.index_matrices)
             values += 2 * model.index_head_dim
         value = self._bytes(model.value_width)
+        gates = self._bytes(model.num_attention_heads) if model.has_head_gates else value
         gate = Kernel(
-            forward=_moved("pointwise", 3 * value), backward=_moved("pointwise", 5 * value), keeps=2 * value, makes=value,
-            input_gradient=2 * value,
+            forward=_moved("pointwise", 2 * value + gates), backward=_moved("pointwise", 3 * value + 2 * gates),
+            keeps=value + gates, makes=value, input_gradient=value + gates,
         )  # fmt: skip
         projected = self._linear(model.value_width, model.hidden_size, keeps=0, by_input=True)
         core = (self._core(kind.attended), *[gate] * model.attn_output_gate)
@@ -368,7 +375,7 @@ class LayerKernels:
         """A perceptron, or experts with a router."""
         model, hidden = self.decoder, self.decoder.hidden_size
         if kind.feed == "dense":
-            values = (model.num_gates * model.dense_width + hidden) * model.mlp_bias
+            values = (model.num_gates * model.dense_width + hidden) * model.mlp_bias + model.activation_values
             return _Branch(self._perceptron(model.dense_width), tuple(self._gated(model.dense_width)), values)
         own = model.expert_width // self.widths.of_expert
         routed = ((hidden, model.num_gates * own), (own, hidden))
@@ -398,9 +405,10 @@ class LayerKernels:
             ),
             model.hidden_size,
         )
-        positions = model.learned_positions * model.hidden_size
+        own = (model.learned_positions + model.unused_positions) * model.hidden_size + (0 if is_tied else table)
+        norms = [self._norm(model.hidden_size, keeps=self.hidden_bytes)] * model.has_embedding_norm
         return Part(
-            name="model.embed_tokens", kind="Embedding", kernels=(kernel,), parameters=positions + (0 if is_tied else table),
+            name="model.embed_tokens", kind="Embedding", kernels=(kernel, *norms), parameters=own + len(norms) * model.norm_values,
             matrices=() if is_tied else (table,), output=self.hidden_bytes,
         )  # fmt: skip
 
@@ -520,8 +528,8 @@ class LayerKernels:
         Tensor ranks beyond the heads of keys gather the result of all, and take a head that others have too (attention.py).
         """
         model = self.decoder
-        query, keys = self._bytes(model.query_width), self._key_bytes
-        gathered = ELEMENT * self.tokens * (model.query_width + 2 * model.key_width)
+        query, (keys, values) = self._bytes(model.query_width), self._key_bytes
+        gathered = ELEMENT * self.tokens * model.attention_matrices[0][1]
         gather = Kernel(
             forward=_moved("pointwise", 2 * gathered), backward=_moved("pointwise", 4 * gathered),
             before=self._exchanges("all_gather", gathered), behind=self._exchanges("reduce_scatter", gathered),
@@ -533,10 +541,10 @@ class LayerKernels:
         )
         rotated = [2 * query, 2 * keys] * is_rotary
         rotation = Kernel(
-            forward=_moved("pointwise", 2 * query, *rotated, 2 * keys),
-            backward=_moved("pointwise", *rotated, 2 * (query + 2 * keys)),
-            makes=query + 2 * keys,
-            input_gradient=query + 2 * keys,
+            forward=_moved("pointwise", 2 * query, *rotated, 2 * values),
+            backward=_moved("pointwise", *rotated, 2 * (query + keys + values)),
+            makes=query + keys + values,
+            input_gradient=query + keys + values,
         )
         width = model.query_width + model.key_width
         norms = [self._norm(width, keeps=self._bytes(width))] * model.has_head_norms
@@ -545,7 +553,7 @@ class LayerKernels:
     def _latent_products(self) -> tuple[Kernel, ...]:
         """Multi-head latent attention: down, norm and up for queries, and for keys and values together."""
         model, hidden = self.decoder, self.hidden_bytes
-        expanded = model.num_attention_heads * (model.qk_nope_head_dim + model.v_head_dim)
+        expanded = model.num_attention_heads * (model.qk_nope_head_dim + model.value_head)
         latent, rank = model.kv_lora_rank + model.qk_rope_head_dim, model.kv_lora_rank
         if model.q_lora_rank:
             queries = [
@@ -639,8 +647,7 @@ class LayerKernels:
         heads = model.num_attention_heads // split
         kv_heads = max(1, self.decoder.kv_heads // split)
         query, value = self._bytes(model.query_width), self._bytes(model.value_width)
-        keys = query if model.kv_lora_rank else self._key_bytes
-        values = value if model.kv_lora_rank else keys
+        keys, values = (query, value) if model.kv_lora_rank else self._key_bytes
         sums = 4 * self.tokens * heads
         ring = self.widths.context  # chunks of keys and values, which go round the ranks that divide the sequence
         sequence = self.widths.sequence_length // ring

@@ -19,7 +19,6 @@ import msgspec
 _TABLE = Path(__file__).with_name("families.toml")
 _REFUSED = "refused"  # the table of families whose layers are not computed, with the reason
 _INNER = ("text_config", "llm_config", "language_config")  # where a larger model keeps its language model
-_RULES = ("like", "same_keys", "ignored", "neutral", "needs", "when", "defaults", "intermediate_ratio")
 
 _SAME_KEY = {
     "n_embd": "hidden_size",
@@ -49,8 +48,8 @@ _LAYER_KINDS = {  # other names in layer_types
     "M": "linear_attention",
     "-": "mlp",
     "E": "moe",
-    0: "linear_attention",
-    1: "full_attention",
+    "0": "linear_attention",
+    "1": "full_attention",
 }
 _NO_EFFECT = re.compile(  # on the weights of layers and their work
     r"_.*|architectures|auto_map|(torch_)?dtype|(transformers|unsloth|adapter_transformers)_version|model_type|name_or_path|"
@@ -70,12 +69,13 @@ _NO_EFFECT = re.compile(  # on the weights of layers and their work
     r"routed_scaling_factor|query_pre_attn_scalar|attn_scale|floor_scale|attn_temperature_tuning|"
     r"norm_topk_prob|n_group|topk_group|topk_method|scoring_func|moe_(use_aux_free|norm_min|gate|router_[a-z]*_func)|"
     r"moe_router_(topk_scaling_factor|score_function|use_sigmoid|bias_update_speed)|moe_(expert_)?capacity[a-z_]*|num_expert_group|"
-    r"qk_head_dim|swiglu_(alpha|limit)|for_llm_compression|time_step_(limit|min|max|floor|rank)|attention_(probs_)?dropout|"
+    r"qk_head_dim|swiglu_(alpha|limit)|for_llm_compression|time_step_(limit|min|max|floor|rank)|attention_(probs_)?dropout(_prob)?|"
     r"(num_)?logits_to_keep|use_bidirectional_attention|mamba_expand|is_llama_config|tf_legacy_loss|use_mambapy|"
     r"torch_dtype|architecture|quantization_config|pruned_heads|(text|llm|language)_config|sub_configs"
 )
 _SMALL_EFFECT = re.compile(r"[a-z_]*softcap(ping)?|clip_qkv")
 _OTHER_PARTS = re.compile(r"(vision|audio|image|video|mm|projector|multimodal|spatial)_.*")
+MOST_LAYERS = 10_000  # of a model; more would take all memory
 _ALIKE = 0.85  # names of keys, for one to be taken for a mistake in spelling
 
 
@@ -131,10 +131,11 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
     for key, value in flat.items():
         targets = renamed.get(key, key)
         targets = [targets] if isinstance(targets, str) else targets
-        if key in ignored or value is None:
+        if key in (*ignored, "per_layer_config") or value is None:
             continue
-        if key in neutral:
-            if any(x not in neutral[key] for x in (value if isinstance(value, list) else [value])):
+        if key in neutral:  # values, or the key that has the same one
+            same = [flat.get(x, x) if isinstance(x, str) else x for x in neutral[key]]
+            if any(x not in same for x in (value if isinstance(value, list) else [value])):
                 refused.append(key)
         elif targets[0] in known or targets[0] in family.get("needs", ()):
             values.update(dict.fromkeys(targets, value))
@@ -162,21 +163,35 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
     held = {*values, *(["experts"] if values.keys() & {"num_experts", "num_local_experts", "n_routed_experts"} else [])}
     if missing := [x for x in family["needs"] if x not in held]:
         raise ValueError(f"has no {', '.join(missing)}; expected them in a model of the model_type {name}")
-    given = {**{x: y for x, y in family.items() if x not in _RULES}, **values}
+    given = {**{x: y for x, y in family.items() if x in known}, **values}
     for conditions, follows in family.get("when", []):
         own = {**family.get("defaults", {}), **{x: y for x, y in flat.items() if y is not None}}
         if all(own.get(x) in allowed for x, allowed in conditions.items()):
             given.update(follows)
     if not given.get("intermediate_size") and "intermediate_ratio" in family:
         given["intermediate_size"] = family["intermediate_ratio"] * given.get("hidden_size", 0)
-    decoder = _with_kinds(given)
+    decoder = _with_kinds(given, family)
+    decoder["per_layer"] = _per_layer(decoder, family, flat)
     for key, value in decoder.items():  # a number for each layer is one number, if all are equal
         if key not in _LISTS and isinstance(value, list) and value and all(x == value[0] for x in value):
             decoder[key] = value[0]
     return {**decoder, "unused": notes}
 
 
-def _with_kinds(given: dict[str, Any]) -> dict[str, Any]:
+def _per_layer(given: Mapping[str, Any], family: Mapping[str, Any], flat: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What is another in each layer: by its kind, by a list, or in the `per_layer_config` that transformers writes."""
+    written = {str(x).lstrip("0") or "0": y for x, y in dict(flat.get("per_layer_config") or {}).items()}
+    own = {**({} if written else family.get("defaults", {})), **{x: y for x, y in flat.items() if y is not None}}
+    by_kind, kinds, found = family.get("by_kind"), given.get("layer_types", ()), list[dict[str, Any]]()
+    for i in range(min(MOST_LAYERS, given.get("num_hidden_layers", 0))):
+        of_kind = by_kind.get(str(kinds[i]), {}) if by_kind and kinds[i:] else {}
+        named = {x: own.get(y) if isinstance(y, str) else y for x, y in of_kind.items()}
+        listed = {x: own[y][i] for x, y in family.get("lists", {}).items() if y in own and own[y][i:]}
+        found.append({x: y for x, y in {**named, **listed, **written.get(str(i), {})}.items() if y is not None})
+    return found if any(found) else []
+
+
+def _with_kinds(given: dict[str, Any], family: Mapping[str, Any]) -> dict[str, Any]:
     """Kinds of layers by their usual names, from a list or a pattern such as M-M* or LLLG."""
     full = given.pop("attn_layer_indices", None)
     if isinstance(full, list):
@@ -188,17 +203,12 @@ def _with_kinds(given: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"has the sliding_window_pattern {interval}; expected L for windows and one G at the end")
         given["full_attention_interval"] = len(interval)
     if isinstance(kinds, list | str) and kinds:
-        given["layer_types"] = [_LAYER_KINDS.get(x, x) if isinstance(x, str | int) else x for x in kinds]
+        names = {**_LAYER_KINDS, **family.get("kinds", {})}
+        given["layer_types"] = [names.get(str(x), x) for x in kinds]
         given.setdefault("num_hidden_layers", len(kinds))
     return given
 
 
 _LISTS = {
-    "layer_types",
-    "mlp_layer_types",
-    "moe_layer_freq",
-    "moe_layers",
-    "mlp_only_layers",
-    "no_rope_layers",
-    "unused",
-}
+    "layer_types", "mlp_layer_types", "moe_layer_freq", "moe_layers", "mlp_only_layers", "no_rope_layers", "per_layer", "unused",
+}  # fmt: skip

@@ -273,10 +273,10 @@ def check_divisions(decoder: Decoder, *, tensor: int, context: int, expert: int,
             f"the model has {decoder.learned_positions} learned positions, fewer than the {sequence_length} tokens of a sequence; "
             f"take --sequence-length {decoder.learned_positions}"
         )
-    kv_heads = decoder.kv_heads or 1
+    kv_heads = [x.kv_heads if tensor % x.kv_heads else tensor for x in decoder.variants]  # fewer may be copied
     for what, count, width, flag in (
-        ("heads", decoder.num_attention_heads, tensor, "--tensor"),
-        ("key and value heads", kv_heads if tensor % kv_heads else tensor, tensor, "--tensor"),  # fewer may be copied
+        *(("heads", x.num_attention_heads, tensor, "--tensor") for x in decoder.variants),
+        *(("key and value heads", x, tensor, "--tensor") for x in kv_heads),
         ("linear attention heads", decoder.linear_num_value_heads, tensor, "--tensor"),
         ("experts", decoder.routed_experts, expert, "--expert"),
         *token_divisions(sequence_length, tensor=tensor, context=context),
