@@ -92,7 +92,7 @@ def balance(
       gplan balance --k 8 --schedule interleaved-1f1b:2 --for megatron
     """
     from gplan import api
-    from gplan.core import Profile
+    from gplan.core import Plan, Profile
     from gplan.files import json_files
     from gplan.files.machine_file import load_machine
     from gplan.interop.planning import ForReceiver
@@ -100,7 +100,7 @@ def balance(
     from gplan.schedules.request import PlanRequest
 
     known = json_files.load(Profile, profile)
-    json_files.check_writable(output)
+    json_files.check_writable(output, Plan)
     rules = ForReceiver.of(receiver, known) if receiver is not None else None
     schedule = schedule or (rules.default_schedule() if rules is not None else "gpipe")
     request = PlanRequest(

@@ -93,10 +93,11 @@ def profile(model: str, output: Path, as_json: bool, **options: Any) -> None:
       gplan profile big.py --device meta --hardware h100
     """
     from gplan import api
+    from gplan.core import Profile
     from gplan.files import json_files
     from gplan.reporting.text.profile import profile_view
 
-    json_files.check_writable(output)
+    json_files.check_writable(output, Profile)
     with progress_bar() as progress:
         result = api.profile(model, progress=progress, **options)
     json_files.save(result, output)

@@ -66,7 +66,7 @@ def run(
       torchrun --nproc-per-node 2 -m gplan run --steps 60
     """
     from gplan import api
-    from gplan.core import Plan
+    from gplan.core import Plan, Run
     from gplan.core.errors import RunError, UsageError, needs_torch
     from gplan.files import json_files
     from gplan.reporting.text.run import run_view
@@ -74,7 +74,7 @@ def run(
     if model is not None and model.endswith(".json"):
         raise UsageError(f"{model} is in the place of the model file; to run a plan: gplan run --plan {model}")
     plan = json_files.load(Plan, plan_file)
-    json_files.check_writable(output)
+    json_files.check_writable(output, Run)
     profile, _ = profile_of_plan(plan, profile_file)
     with needs_torch("gplan.run"):
         from gplan.runtime.run.launch import is_main_process, notes_at_start

@@ -46,12 +46,12 @@ def verify(plan: Path, profile_file: Path, output: Path, as_json: bool, **option
     schedule, half and double the micro-batches (with the same batch if those sizes were profiled).
     """
     from gplan import api
-    from gplan.core import Plan, Profile
+    from gplan.core import Plan, Profile, Verification
     from gplan.files import json_files
     from gplan.reporting.text.verification import verification_view
 
     chosen, profile = json_files.load(Plan, plan), json_files.load(Profile, profile_file)
-    json_files.check_writable(output)
+    json_files.check_writable(output, Verification)
     with progress_bar() as progress:
         result = api.verify(chosen, profile, progress=progress, **options)
     json_files.save(result, output)

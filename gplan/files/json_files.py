@@ -8,6 +8,7 @@ that do not fit their schedule are rejected; messages name the path inside the f
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from difflib import get_close_matches
 from pathlib import Path
@@ -48,7 +49,8 @@ def to_json(value: Value) -> bytes:
 
 
 def save(value: Value, path: Path) -> None:
-    """Write a value to a file atomically; raises FileError if it cannot be written."""
+    """Write a value to a file atomically; raises FileError if it cannot be written, or would replace one of another kind."""
+    _check_kind(path, type(value))
     write_bytes(path, to_json(value))
 
 
@@ -89,11 +91,25 @@ def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
     return value
 
 
-def check_writable(path: Path) -> None:
-    """Raise FileError if a file could not be written; called before long computations."""
+def check_writable(path: Path, kind: type[Value] | None = None) -> None:
+    """Raise FileError if a file could not be written, or holds a value of another kind; called before long computations."""
+    _check_kind(path, kind)
     handle, aside = _aside(path)
     os.close(handle)
     aside.unlink()
+
+
+def _check_kind(path: Path, kind: type[Value] | None) -> None:
+    try:
+        with path.open("rb") as file:
+            found = re.match(rb'\s*{\s*"format":\s*"(gplan\.[a-z]+/)', file.read(200))
+    except OSError:  # it is not there, or writing it says more
+        return
+    other = next((x for x in FORMATS if found and FORMATS[x].startswith(found[1].decode()) and x is not kind), None)
+    if other is not None:
+        raise FileError(
+            f"{path} is a {_type_text(other)}, which would be lost; name another file with --output, or remove it"
+        )
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -4,8 +4,8 @@ Each call is announced to all ranks by an all-gather of numbers on the CPU: the 
 inputs and targets, and checksums of the trained weights that other ranks have copies of (tied ones, and those of replicas):
 these drift apart where a script changes gradients differently on each rank. Only a rank that finds a difference can explain
 the hang that would follow, so every call but a step waits for the others' numbers. A step goes on meanwhile and reads them
-when the next call begins. Digests and checksums read every byte, so they are made in the first ten steps and in those that
-are powers of two; such a step waits too.
+when the next call begins. Digests and checksums read every byte, so those of weights and of large batches are made in the
+first ten steps and in those that are powers of two; such a step waits too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from gplan_profiler.host.heartbeat import Heartbeat
 from gplan_profiler.torch_compat import pytree
 
 _CALLS = ("step", "eval_step", "predict", "clip_grad_norm_", "full_state_dict", "save", "load")
-_NUM_CHECKED = 10  # steps in a row whose batches are compared
+_NUM_CHECKED = 10  # steps in a row whose batches are compared, however large
+_CHEAP_BYTES = 2**18  # of a batch that is compared in every step
 _SAME_BATCH = (
     "expected the same mini-batch on every rank: draw it with the same seed on each (DataLoader: "
     "generator=torch.Generator().manual_seed(0), no DistributedSampler), or let rank 0 send its own to the others "
@@ -93,7 +94,7 @@ class Agreement:
         self._counts[call] += 1
         number = self._counts[call]
         is_due = number <= _NUM_CHECKED or number & (number - 1) == 0
-        digests = [0 if x is None or not is_due else digest(x) for x in batch or (None, None)]
+        digests = [digest(x) if x is not None and (is_due or _is_cheap(x)) else 0 for x in batch or (None, None)]
         sums = [0 if x is None or not is_due else checksum(x) for x in self._copies.values()]
         own = torch.tensor([_CALLS.index(call), num_rows, *digests, *sums])
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
@@ -182,6 +183,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _tensors(value: Any) -> Iterable[Tensor]:
     return (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.numel())
+
+
+def _is_cheap(value: Any) -> bool:
+    """Whether the digest of a batch takes no time that counts: small tensors of the CPU."""
+    tensors = list(_tensors(value))
+    return all(x.device.type == "cpu" for x in tensors) and sum(x.nbytes for x in tensors) <= _CHEAP_BYTES
 
 
 def _each_tensor(change: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -19,6 +19,7 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -199,6 +200,8 @@ class Pipeline(StageState):
         notes.enter_action("capturing")
         self.plan = plan
         ranks = join_process_group(plan, device, timeout_s=timeout_s)
+        if ranks is not None:
+            source = replace(source, seed=RankGroup(group=dist.group.WORLD).run_on_all(lambda: source.seed)[0])
         random_streams = RandomStreams(source.seed, device)
         self._loss, self._is_loss_new, self._has_warned = loss, True, False
         self._usual_inputs = resize_inputs(inputs, plan.microbatch_size)

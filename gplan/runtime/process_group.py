@@ -267,7 +267,7 @@ def join_process_group(plan: Plan, device: torch.device, *, timeout_s: float) ->
         replicas = f" in each of {num_replicas} replicas" if num_replicas > 1 else ""
         raise UsageError(
             f"there are {counted(num_ranks, 'process')}; the plan has {pipeline_text(plan.num_stages, num_devices)}{replicas}: use "
-            f"--nproc-per-node {plan.num_ranks} or balance with --k {num_ranks}"
+            f"--nproc-per-node {plan.num_ranks} or balance with {'--devices' if num_replicas > 1 else '--k'} {num_ranks}"
         )
     replica, own_device = divmod(dist.get_rank(), num_devices)
     rows = [list(range(r * num_devices, (r + 1) * num_devices)) for r in range(num_replicas)]

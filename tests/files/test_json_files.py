@@ -46,9 +46,9 @@ def run_of(plan: Plan) -> Run:
 @pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 def test_plans_and_runs_of_every_schedule_are_loaded_again(schedule: str, tmp_path: Path) -> None:
     plan = scheduled_plan(schedule)
-    for value in (plan, run_of(plan)):
-        gplan.save(value, tmp_path / "value.json")
-        assert gplan.load(tmp_path / "value.json") == value
+    for name, value in (("plan.json", plan), ("run.json", run_of(plan))):
+        gplan.save(value, tmp_path / name)
+        assert gplan.load(tmp_path / name) == value
 
 
 def test_a_profile_keeps_its_precision(tmp_path: Path) -> None:
@@ -286,6 +286,19 @@ def test_a_plan_is_not_taken_for_a_profile(tmp_path: Path) -> None:
     ):
         json_files.load(Profile, tmp_path / "plan.json")
     assert isinstance(json_files.load_any(tmp_path / "plan.json"), Plan)
+
+
+def test_a_value_of_another_kind_is_not_lost(profile_file: Path) -> None:
+    before = profile_file.read_bytes()
+    plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=2)
+    for replace_it in (
+        lambda: json_files.save(plan, profile_file),
+        lambda: json_files.check_writable(profile_file, Plan),
+    ):
+        with pytest.raises(FileError, match="is a gplan profile, which would be lost; name another file with --output"):
+            replace_it()
+    assert profile_file.read_bytes() == before
+    json_files.check_writable(profile_file, Profile)
 
 
 def test_a_file_that_is_not_there_is_named_with_the_verb_that_makes_it(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ REMEDIES = ("same seed", "broadcast_batches=True")
 
 
 def pipeline(plan: Plan, **options: Any) -> Pipeline:
-    return gplan.pipeline(row, plan, loss=ROW.loss, timeout_s=20.0, **options)
+    return gplan.pipeline(row, plan, loss=ROW.loss, seed=0, timeout_s=20.0, **options)
 
 
 @memoized
@@ -81,9 +81,11 @@ def test_different_batches(
         assert all(x in text for x in REMEDIES)
 
 
-def test_batches_that_differ_later() -> None:
-    """A loader that goes out of step after the first ten is noticed at the next power of two."""
+@pytest.mark.parametrize(("cheap_bytes", "noticed"), [(0, 16), (10**6, 11)])
+def test_batches_that_differ_later(cheap_bytes: int, noticed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that goes out of step after the first ten is noticed at once, or with large batches at the next power of two."""
 
+    monkeypatch.setattr("gplan.runtime.agreement._CHEAP_BYTES", cheap_bytes)
     plan = planned(2, 1)
 
     def script(rank: int) -> None:
@@ -93,7 +95,7 @@ def test_batches_that_differ_later() -> None:
             pipe.step(x, None if rank == 0 else y)
 
     for text in error_on(2, script):
-        assert "in pipe.step number 16: inputs of rank 1 differ" in text
+        assert f"in pipe.step number {noticed}: inputs of rank 1 differ" in text
 
 
 def noise(rank: int, gradient: Tensor) -> Tensor:

@@ -126,15 +126,15 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
             if file.loss_reduction is None:
                 for batch in batches:
                     _check_reduction(file, *batch, batch_size, found)
-            combined = _combined(parts, batch_size)[found]
-            is_same = abs(combined - whole) <= _ROUNDINGS * numbers.epsilon * abs(whole)
+            joined = combined(parts, batch_size)[found]
+            is_same = abs(joined - whole) <= _ROUNDINGS * numbers.epsilon * abs(whole)
             is_random = not is_same and float(file.loss(call_model(file, inputs), target)) != whole
             return LossFacts(
                 reduction=found,
                 plan_notes=()
                 if is_same or is_random
                 else (
-                    f"the loss depends on how a mini-batch is divided ({whole:.6g} for a batch, {combined:.6g} as the {found} "
+                    f"the loss depends on how a mini-batch is divided ({whole:.6g} for a batch, {joined:.6g} as the {found} "
                     "of two halves): a step has the gradients of a plain loop over the same micro-batches",
                 ),
             )
@@ -178,10 +178,10 @@ def loss_tolerance(loss: Tensor) -> float:
 
 def fitting_reductions(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> list[LossReduction]:
     """How the losses of the two parts of a batch can combine to that of the batch."""
-    return [x for x, y in _combined(parts, batch_size).items() if abs(y - whole) <= tolerance * abs(whole) + 1e-6]
+    return [x for x, y in combined(parts, batch_size).items() if abs(y - whole) <= tolerance * abs(whole) + 1e-6]
 
 
-def _combined(parts: list[float], batch_size: int) -> dict[LossReduction, float]:
+def combined(parts: list[float], batch_size: int) -> dict[LossReduction, float]:
     """The loss of a batch from those of its two parts."""
     share = (batch_size // 2) / batch_size
     return {"mean": share * parts[0] + (1 - share) * parts[1], "sum": sum(parts)}
@@ -215,9 +215,9 @@ def _not_reducible(file: ModelFile, inputs: Any, target: Any, whole: float, part
     return ModelError(
         f"the loss of {file.name} is {whole:.6g} for a batch, and {parts[0]:.6g} and {parts[1]:.6g} for the first and the "
         f"second part of it; expected their mean over the samples or their sum, {sum(parts):.6g}. With "
-        "class weights, ignored or padding tokens, a contrastive loss or a router's auxiliary loss, state "
-        'loss_reduction = "mean" (or "sum") in the model file: each micro-batch is then trained with its own loss. '
-        "Otherwise weight every sample equally, so that micro-batches add up to the batch"
+        "ignored or padding tokens, sum over those that count and divide by their number in the whole batch, which comes with "
+        "the targets (docs/from-ddp.md, Masked tokens). With class weights, a contrastive loss or a router's auxiliary loss, state "
+        'loss_reduction = "mean" (or "sum") in the model file: each micro-batch is then trained with its own loss'
     )
 
 

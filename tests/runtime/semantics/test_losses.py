@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gplan
 from gplan.core import LossReduction
@@ -148,10 +149,21 @@ def test_undecidable_loss_reduction_allowed() -> None:
     reductions: tuple[LossReduction, ...] = ("mean", "sum")
     for expected in reductions:
         check(lambda x, _: torch.tensor(2.0), output, expected)
-        check(lambda x, _: x.std(), torch.randn(4, 3), expected)
+        check(lambda x, _: x.norm(), torch.ones(4, 3).cumsum(0), expected)
         check(sum_loss, output[:1], expected)
+    check(lambda x, _: x.std(), torch.arange(12.0).reshape(4, 3), "mean")
     with pytest.raises(UsageError, match=r"is a sum over the samples \(506 for 4, 55 and 451 for both halves\)"):
         check(sum_loss, torch.arange(12.0).reshape(4, 3), "mean")
+
+
+def test_a_mean_over_what_counts_is_no_sum() -> None:
+    """It fits neither, as the micro-batches have other numbers of tokens that count."""
+    loss = partial(nn.functional.cross_entropy, ignore_index=-100)
+    output, target = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, -100, 2])
+    value = loss(output, target)
+    check_reduction(loss, output, target, value=value, num_rows=4, expected="mean")
+    with pytest.raises(UsageError, match=r"the loss is a mean over .*; the plan is for a sum"):
+        check_reduction(loss, output, target, value=value, num_rows=4, expected="sum")
 
 
 def test_a_loss_that_counts_its_calls_is_refused() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import gplan
@@ -69,4 +70,20 @@ def test_random_tensors_of_lazy_build(case: Subject, has_weights: bool, tmp_path
     state = model.state_dict()
     for parts in both_engines(2, script).values():
         assert [x for x, _ in parts] == [pytest.approx(expected, rel=1e-5)] * len(parts)
+        assert all(torch.equal(x, state[name]) for name, x in merged(y for _, y in parts).items())
+
+
+def test_the_seed_is_that_of_the_script() -> None:
+    """Without `seed` it is the one of torch.manual_seed; that of the first rank counts, also for dropout."""
+    case = subject(drawing_row)
+    plan = plan_of(case, 2)
+
+    def script() -> tuple[int, dict[str, Tensor]]:
+        torch.manual_seed(5 + (dist.get_rank() if dist.is_initialized() else 0))
+        pipe = gplan.pipeline(case.build, plan, loss=case.loss)
+        return pipe.seed, pipe.state_dict()
+
+    state = built(case, seed=5).state_dict()
+    for parts in both_engines(2, script).values():
+        assert [seed for seed, _ in parts] == [5] * len(parts)
         assert all(torch.equal(x, state[name]) for name, x in merged(y for _, y in parts).items())
