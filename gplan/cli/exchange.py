@@ -51,6 +51,7 @@ def export(plan: Path, to: str, output: Path | None, profile_file: Path | None, 
     profile, _ = profile_of_plan(chosen, profile_file)
     made = export_plan(chosen, to=to, profile=profile)
     if output is not None:
+        json_files.check_writable(output)
         json_files.write_bytes(output, made.text.encode())
     text = made.text.removesuffix("\n") if output is None else f"wrote {output}"
     print_result(made, lambda: text, as_json=as_json)
@@ -119,11 +120,14 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
       gplan layout deepseek-v3 --pp 16 --vpp 2 --tp 2 --ep 64 --etp 1 --dp 64 --microbatches 128
       gplan layout config.json --pp 4 --to torchtitan --set num_hidden_layers=40
     """
+    from gplan.core import Plan, Profile
     from gplan.files import json_files
     from gplan.interop.export.exporters import export
     from gplan.interop.machine_layout import layout_of
     from gplan.reporting.text.widths import LayoutResult, widths_text
 
+    json_files.check_writable(profile_file, Profile)
+    json_files.check_writable(output, Plan)
     found = layout_of(config, on_start=lambda text: click.echo(text, err=True), **dials)
     made = export(found.plan, to=dials["receiver"], profile=found.profile)
     notes = (*found.plan.notes, *found.profile.notes, *made.notes, f"wrote {profile_file} and {output}")
@@ -172,11 +176,12 @@ def import_plan(
       gplan import-plan 0,5,11 --from deepspeed --recompute always
       gplan import-plan 6,5 --from torchgpipe
     """
-    from gplan.core import Profile
+    from gplan.core import Plan, Profile
     from gplan.files import json_files
     from gplan.interop.planning import import_plan as imported
     from gplan.reporting.text.plan import plan_view
 
+    json_files.check_writable(output, Plan)
     profile = json_files.load(Profile, profile_file)
     name = schedule_named(schedule) if schedule is not None else None
     plan = imported(_text(layout), profile, schedule=name, **options)
@@ -230,7 +235,7 @@ def import_trace(
     from rich.console import Group
     from rich.text import Text
 
-    from gplan.core import Plan, Profile
+    from gplan.core import Plan, Profile, Run
     from gplan.evaluate.retiming import retime_profile
     from gplan.files import json_files
     from gplan.interop.traces.measured_run import read_traced, traced_run
@@ -248,8 +253,10 @@ def import_trace(
     run = traced_run(traced, plan)
     retimed = retime_profile(profile, run=run) if profile is not None else None
     run_file = run_file or Path(RUN_FILE)
+    json_files.check_writable(run_file, Run)
     json_files.save(run, run_file)
     if retimed is not None and output is not None:
+        json_files.check_writable(output, Profile)
         json_files.save(retimed, output)
     views = [view, "", run_view(run), *([Text(f"wrote {output}")] if retimed is not None else [])]
     print_result(run, lambda: Group(*views), as_json=as_json, written=run_file)

@@ -49,8 +49,7 @@ def to_json(value: Value) -> bytes:
 
 
 def save(value: Value, path: Path) -> None:
-    """Write a value to a file atomically; raises FileError if it cannot be written, or would replace one of another kind."""
-    _check_kind(path, type(value))
+    """Write a value to a file atomically; raises FileError if it cannot be written."""
     write_bytes(path, to_json(value))
 
 
@@ -93,18 +92,11 @@ def parse(kind: type[ValueT], text: bytes, *, name: str) -> ValueT:
 
 def check_writable(path: Path, kind: type[Value] | None = None) -> None:
     """Raise FileError if a file could not be written, or holds a value of another kind; called before long computations."""
-    _check_kind(path, kind)
     handle, aside = _aside(path)
     os.close(handle)
     aside.unlink()
-
-
-def _check_kind(path: Path, kind: type[Value] | None) -> None:
-    try:
-        with path.open("rb") as file:
-            found = re.match(rb'\s*{\s*"format":\s*"(gplan\.[a-z]+/)', file.read(200))
-    except OSError:  # it is not there, or writing it says more
-        return
+    head = path.read_bytes()[:200] if path.is_file() else b""
+    found = re.match(rb'\s*{\s*"format":\s*"(gplan\.[a-z]+/)', head)
     other = next((x for x in FORMATS if found and FORMATS[x].startswith(found[1].decode()) and x is not kind), None)
     if other is not None:
         raise FileError(

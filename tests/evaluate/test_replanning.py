@@ -9,6 +9,7 @@ import pytest
 
 from gplan.core import Collective, Constraints, Link, LinkPoint, MachineDevice, Plan, Profile
 from gplan.core.errors import FileError, NoPlanError
+from gplan.corrections.links import with_link_times
 from gplan.evaluate.replanning import (
     other_times_notes,
     plan_with_cuts,
@@ -17,7 +18,6 @@ from gplan.evaluate.replanning import (
     replan,
     setting_of,
     why_not_replannable,
-    with_link_times,
 )
 from tests.evaluate.explain.settings import (
     CHUNKED,

@@ -289,15 +289,9 @@ def test_a_plan_is_not_taken_for_a_profile(tmp_path: Path) -> None:
 
 
 def test_a_value_of_another_kind_is_not_lost(profile_file: Path) -> None:
-    before = profile_file.read_bytes()
-    plan = gplan.balance(make_profile([1.0, 2.0]), num_devices=2, num_microbatches=2)
-    for replace_it in (
-        lambda: json_files.save(plan, profile_file),
-        lambda: json_files.check_writable(profile_file, Plan),
-    ):
+    for kind in (Plan, None):
         with pytest.raises(FileError, match="is a gplan profile, which would be lost; name another file with --output"):
-            replace_it()
-    assert profile_file.read_bytes() == before
+            json_files.check_writable(profile_file, kind)
     json_files.check_writable(profile_file, Profile)
 
 
