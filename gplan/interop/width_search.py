@@ -175,7 +175,7 @@ class WidthSearch(WidthSpace):
     def bounds_of(self, choice: Choice) -> ChoiceBounds:
         """The bounds of a setting in closed form."""
         profile = self.profile_of(choice.widths, choice.microbatch_size)
-        return ChoiceBounds(choice, profile, self.decoder.num_hidden_layers, self.usable_bytes)
+        return ChoiceBounds(choice, profile, self.usable_bytes)
 
     def even_cut(self, problem: Problem) -> EvenCut | None:
         """The best of some even partitions of a setting; None where none of them fits the memory."""

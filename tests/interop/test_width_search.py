@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,28 @@ def test_the_best_of_all_partitions_of_all_settings(
     assert found.plan.prediction.step_s == pytest.approx(found.best.step_s)
     assert found.best.step_s <= fastest * 1.005
     assert found.gap <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("gpt-oss-20b", {"num_local_experts": 8}),  # kinds in turns
+        ("llama3-8b", {"tie_word_embeddings": True}),
+        ("glm-4.5-air", {"n_routed_experts": 8, "moe_intermediate_size": 1024, "num_hidden_layers": 6}),
+    ],
+)
+def test_bounds_hold_where_blocks_differ(model: str, settings: dict[str, Any]) -> None:
+    decoder, found = load_decoder(model, {**SMALL, "num_key_value_heads": 8, "vocab_size": 32000, **settings}), [0, 0]
+    fixed: dict[str, int | str | None] = {"tensor": 1, "data": 1, "expert": 1, "microbatch_size": 2}
+    for num_microbatches, num_devices, share in product((1, 3, 6), (2, 3), (1.4, 2.5)):
+        made = search(decoder=decoder, num_devices=num_devices, batch_size=2 * num_microbatches, fixed=fixed)
+        least_bytes = made.bounds_of(next(iter(made.choices()))).device_state_bytes
+        made = replace(made, memory_bytes=int(share * least_bytes))
+        for choice in made.choices():
+            bound_s, fastest_s = made.bounds_of(choice).step_s, min(every_step_s(made, choice), default=float("inf"))
+            assert bound_s <= fastest_s * (1 + 1e-9), choice
+            found[fastest_s == float("inf")] += 1
+    assert min(found) > 0, "some fit, and some do not"
 
 
 FEW_EXPERTS = {
