@@ -36,7 +36,7 @@ from gplan.partition.even_cuts import EvenCut, best_even_cut, bettered_cut, pric
 from gplan.partition.plan_evaluation import price, with_reserved_memory
 from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import solve
-from gplan.schedules.request import PipelineSetting, PlanRequest
+from gplan.schedules.request import OptionNames, PipelineSetting, PlanRequest
 from gplan.strategy_search.bounds import SettingBounds
 from gplan_profiler.analytic.decoder_config import Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
@@ -58,6 +58,7 @@ _LARGER_NODES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192
 """Numbers of nodes that are tried where a model does not fit, after 1, 2, 4, ... devices of one."""
 _AS_FAST = 1.01
 """Times the fastest step: of settings up to this, the one with the fewest stages a device is chosen."""
+_LAYOUT_OPTIONS = OptionNames(num_devices=OPTIONS["pipeline"], schedule="", granularity="")
 _TRAINERS = {"nanotron": NANOTRON}  # whose kernels are not Megatron-LM's; others are priced as that
 _NUM_TRIED = 16  # settings of each of these machines
 
@@ -150,7 +151,7 @@ class WidthSearch(WidthSpace):
         rules.check(PipelineSetting(**counts))
         return PlanRequest(
             **counts, microbatch_size=choice.microbatch_size, num_replicas=replicas,
-            sharding="optimizer" if replicas > 1 else "none", memory_bytes=self.usable_bytes,
+            sharding="optimizer" if replicas > 1 else "none", memory_bytes=self.usable_bytes, options=_LAYOUT_OPTIONS,
             constraints=self.own_cut(profile, choice.widths.pipeline) or rules.constraints,
         )  # fmt: skip
 
