@@ -33,7 +33,7 @@ from math import sqrt
 import numpy as np
 
 from gplan.core import Profile
-from gplan.graph.down_sets import Bools, Floats, Ints
+from gplan.graph.down_sets import Floats, Ints
 from gplan.interop.width_choices import Choice
 from gplan.partition.candidates import INFINITY
 from gplan.strategy_search.bounds import least_in_flight
@@ -56,7 +56,8 @@ class ChoiceBounds:
         whole_s, waits, through_s = sum(self._layer_s), 0, sum(self._layer_s)
         if self.choice.num_chunks == 1:
             waits = num_devices - 1 if num_microbatches >= 2 * num_devices else 0
-            hidden_s = (min(num_microbatches, num_devices) - 1) * self._forward_s
+            forward_s = sum(x.costs[0].forward.median_s for x in self.profile.layers)
+            hidden_s = (min(num_microbatches, num_devices) - 1) * forward_s
             through_s += max(0.0, (num_microbatches - 1) * whole_s - hidden_s) / num_devices
         share_s, wait_s = num_microbatches * whole_s / num_devices, whole_s / (2 * num_devices * self.choice.num_chunks)
         filled_s = 0.5 * (share_s - wait_s + sqrt((share_s - wait_s) ** 2 + 4 * wait_s * num_microbatches * whole_s))
@@ -92,11 +93,6 @@ class ChoiceBounds:
         forwards = 1 + (self.choice.recompute == "always")
         return [forwards * x.forward.median_s + x.backward.median_s for x in costs]
 
-    @property
-    def _forward_s(self) -> float:
-        """A micro-batch's forward on all layers."""
-        return sum(x.costs[0].forward.median_s for x in self.profile.layers)
-
     @cached_property
     def _least_load_s(self) -> float:
         """Of the fullest device, for a micro-batch."""
@@ -118,29 +114,23 @@ class ChoiceBounds:
         found = least_in_flight(schedule, num_devices, self.choice.num_microbatches)
         return np.ones(num_devices) if found is None else found
 
-    @property
-    def _has_gradients(self) -> Bools:
-        """[K]: whether each device keeps so much after it has gradients of all its blocks, which begin with a backward."""
-        num_devices, num_microbatches = self.choice.widths.pipeline, self.choice.num_microbatches
-        is_later = (
-            self._times_kept < num_microbatches if self.choice.num_chunks == 1 else num_microbatches > num_devices
-        )
-        return np.broadcast_to(is_later, num_devices)
-
     @cached_property
     def _most_blocks(self) -> Ints:
         """[K]: the most layers but the first and the last for which each device has the memory; that with the last comes first."""
         layers, trained = self.profile.layers, (*self.profile.layers, *self.profile.shared_weights)
         num_devices, num_chunks = self.choice.widths.pipeline, self.choice.num_chunks
+        num_microbatches = self.choice.num_microbatches
         optimizer_share = self.profile.step.state_bytes / self.choice.widths.replicas
         optimizer_share /= sum(x.gradient_bytes for x in trained)  # bytes of state for each byte of gradients
         gradient = np.array([float(x.gradient_bytes) for x in layers])
         lasting = np.array([x.weight_bytes for x in layers]) + optimizer_share * gradient
         kept = np.array([x.costs[0].stash_bytes - x.costs[0].output_bytes for x in layers])
-        held = lasting + np.outer(self._has_gradients, gradient) + np.outer(self._times_kept, kept)
+        # whether so much is kept after a first backward too, with which gradients begin
+        is_kept_later = self._times_kept < num_microbatches if num_chunks == 1 else num_microbatches > num_devices
+        held = lasting + np.outer(is_kept_later * np.ones(num_devices), gradient) + np.outer(self._times_kept, kept)
         left = np.full(num_devices, float(self.usable_bytes))
         if num_chunks > 1 and self.choice.recompute == "never":  # beyond that, of a block of each stage
-            num_warmup = np.minimum(2 * np.arange(1, num_devices + 1) - 1, self.choice.num_microbatches)
+            num_warmup = np.minimum(2 * np.arange(1, num_devices + 1) - 1, num_microbatches)
             further = num_warmup + (num_chunks - 1) * num_devices - num_chunks * self._times_kept
             further[-1] = 0.0  # of the first stage, which may have no block
             left -= further * kept[1:-1].min()

@@ -278,12 +278,8 @@ class BlockProgram:
             for after in sides[1]
             for closed_before in (False, True)
             for closed_after in (False, True)
-            if self._has_room(len(before) + 1 + closed_before, len(after) + 1 + closed_after)
+            if len(before) + closed_before + len(after) + closed_after < self.problem.num_stages  # left for the blocks
         ]
-
-    def _has_room(self, num_before: int, num_after: int) -> bool:
-        """Whether stages are left for the blocks, if they begin and end on stages with these numbers from the ends."""
-        return num_before + num_after <= self.problem.num_stages + 1
 
     def _layers_of(self, stage: int, count: int, way: Ends) -> tuple[int, int]:
         """The layers, first and end, of a stage with so many blocks, wherever these are among the equal ones."""
@@ -329,7 +325,15 @@ class BlockProgram:
             [self._layers_of(stage, x, way) for x in counts]
             for way, *counts in zip(self._ways, least.tolist(), more.tolist(), strict=True)
         ]
-        places = {x: self._places(*x) for ranges in beside for x in ranges}
+        places = {  # blocks alone before a stage's end may begin anywhere in a turn
+            (a, b): [
+                (a + x, b + x)
+                for x in range(period if self.blocks.start <= a else 1)
+                if not x or b + x <= self.blocks.stop
+            ]
+            for ranges in beside
+            for a, b in ranges
+        }
         every = list(dict.fromkeys((*(y for x in grown for y in x), *(y for x in places.values() for y in x))))
         costs = dict(zip(every, costs_of(*np.array(every).T), strict=True))
         slopes = dict[int, Floats]()
@@ -339,11 +343,6 @@ class BlockProgram:
         slope = np.array([slopes[x] for x in sorted(slopes)] or [0 * costs[every[0]]] * len(self._counts(0, 0)))
         rest = {x: np.minimum.reduce([costs[y] - self._counts(*y) @ slope for y in at]) for x, at in places.items()}
         return np.array([*slope, *(np.minimum.reduce([rest[x] for x in ranges]) for ranges in beside)])
-
-    def _places(self, first: int, end: int) -> list[tuple[int, int]]:
-        """The layers of a stage wherever in a turn it may begin, if it has blocks alone before its end."""
-        shifts = range(_period(self._kinds.tolist()) if self.blocks.start <= first else 1)
-        return [(first + x, end + x) for x in shifts if not x or end + x <= self.blocks.stop]
 
     @cached_property
     def _times(self) -> Floats:

@@ -317,9 +317,7 @@ def one_device_notes(plan: Plan, profile: Profile, options: OptionNames) -> tupl
     step_s, _ = step_and_bubble(single.made_schedule, [stage.cost], recompute=plan.recompute)
     if step_s >= plan.prediction.step_s:
         return ()
-    setting = f"{options.num_devices} 1"
-    if options.schedule:
-        setting += f" {options.schedule} {LEAST_MEMORY_SCHEDULE}"
+    setting = f"{options.num_devices} 1" + f" {options.schedule} {LEAST_MEMORY_SCHEDULE}" * bool(options.schedule)
     setting += f" --microbatch-size {plan.microbatch_size} --microbatches {single.num_microbatches}"
     if plan.recompute != "never":
         setting += f" --recompute {plan.recompute}"
