@@ -104,7 +104,7 @@ def layout_of(
     )  # fmt: skip
     if num_gpus is None:
         whole = replace(search, memory_bytes=memory_bytes or device.memory_bytes)
-        return _of_given_widths(whole, dials, expert_tensor, microbatches, batch_size, time_limit)
+        return _of_given_widths(whole, dials, expert_tensor, microbatches, batch_size)
     search.check()
     if hint := search.batch_hint():
         on_start(hint)
@@ -125,9 +125,8 @@ def _machine_text(device: Hardware, memory_bytes: int | None, network: str | Non
 
 
 def _of_given_widths(
-    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, batch_size: int | None,
-    time_limit_s: float | None,
-) -> ChosenWidths:  # fmt: skip
+    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, batch_size: int | None
+) -> ChosenWidths:
     """The layout of one setting, with the best cut; the model and the device are those of `search`."""
     if dials["num_devices"] is None:
         raise UsageError("give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices")
@@ -158,7 +157,7 @@ def _of_given_widths(
         recompute=dials["recompute"] or "never", num_microbatches=count,
     )  # fmt: skip
     profile = search.profile_of(widths, size)
-    plan = best_plan(profile, replace(search.request(choice), time_limit_s=time_limit_s))
+    plan = best_plan(profile, replace(search.request(choice), time_limit_s=search.time_limit_s))
     ends = np.array([x.end_layer for x in plan.stages])
     one = PlannedChoice(
         choice=choice, cut=EvenCut(ends=ends, step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes)

@@ -205,12 +205,11 @@ class WidthSearch(WidthSpace):
         state.better_cuts(deadline_s=started_s + _BETTERED_SHARE * limit_s)
         for gap in _GAPS:
             state.close_gap(gap, deadline_s=started_s + limit_s)
-        if state.planned:
-            state.try_fewer_chunks()
-        else:
-            if state.refused:
-                raise UsageError(state.refused)
+        if state.refused and not state.planned:
+            raise UsageError(state.refused)
+        if not state.planned:
             raise NoPlanError(self._nothing_fits_text(choices, deadline_s=time.perf_counter() + limit_s))
+        state.try_fewer_chunks()
         return state.result(deadline_s=time.perf_counter() + _REPLAYED_SHARE * limit_s)
 
     def _any_fits(self) -> bool:
@@ -268,9 +267,8 @@ class _SearchState:
         """With the bounds in closed form."""
         bounds = [search.bounds_of(x) for x in choices]
         state = cls(search=search, bounds=bounds, bounds_s=[x.step_s for x in bounds], started_s=started_s)
-        state.ruled_out["too large for the memory, by a lower bound of what devices hold"] = state.bounds_s.count(
-            INFINITY
-        )
+        num_large = state.bounds_s.count(INFINITY)
+        state.ruled_out["too large for the memory, by a lower bound of what devices hold"] = num_large
         return state
 
     @property

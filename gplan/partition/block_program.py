@@ -156,8 +156,9 @@ class BlockProgram:
         rows = self._rows
         if not rows.num_solved:
             rows.count_in_integers(True)
-            for devices in self._checked_devices:
-                for device in devices:
+            last = self.problem.num_devices - 1
+            for most in _NUMS_OF_DEVICES:  # the first few tell of most programs that they have no solution
+                for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, most))} - rows.devices):
                     self._add_memory(rows, device)
                 if rows.has_solutions():
                     rows.solved(deadline_s)
@@ -365,15 +366,6 @@ class BlockProgram:
             linear = self._linear(stage, times_of)
             found[stage:-num_ways:num_stages, stage], found[-num_ways:, stage] = linear[:num_kinds], linear[num_kinds:]
         return found
-
-    @property
-    def _checked_devices(self) -> tuple[list[int], list[int]]:
-        """Those whose memory is in the program; the first few tell of most programs that they have no solution."""
-        last = self.problem.num_devices - 1
-        few, every = (
-            sorted({round(x) for x in np.linspace(0, last, min(last + 1, most))}) for most in _NUMS_OF_DEVICES
-        )
-        return few, [x for x in every if x not in few]
 
     def _add_memory(self, rows: _Rows, device: int) -> None:
         """Add what a device holds at each moment for each variable, and the most, in GiB."""

@@ -207,9 +207,8 @@ def with_reserved_memory(plan: Plan, profile: Profile, limit: int | None) -> Pla
 def _large_layer(problem: Problem, stages: Sequence[Stage]) -> Iterator[str]:
     """A note if one layer alone is more than the share of a device."""
     options, num_devices = problem.options, len(set(problem.devices))
-    remedy = _FINER[problem.costs.profile.granularity]
-    if not options.granularity:
-        remedy = f"take fewer devices in a pipeline ({options.num_devices})"
+    fewer = f"take fewer devices in a pipeline ({options.num_devices})"
+    remedy = _FINER[problem.costs.profile.granularity] if options.granularity else fewer
     seconds = {
         name: forward_s + backward_s
         for stage in stages

@@ -199,9 +199,17 @@ def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
 @pytest.mark.parametrize(("memory", "fitting"), [(8, 2), (4, 4)])
 def test_a_machine_that_fits_may_be_part_of_a_node(memory: int, fitting: int) -> None:
     small = replace(load_hardware("a100"), memory_bytes=memory << 30)
-    one = search(hardware=small, num_devices=1, batch_size=1)
+    one = search(hardware=small, num_devices=1, batch_size=4)
     with pytest.raises(NoPlanError, match=f"was found to fit has {fitting} devices$"):
         one.run()
+
+
+def test_gradients_begin_when_one_micro_batch_is_done() -> None:
+    """With one micro-batch no device has gradients beside all that it keeps, and so it fits less memory."""
+    tight = replace(load_hardware("a100"), memory_bytes=8 << 30)
+    for batch_size in (1, 2):
+        found = search(hardware=tight, num_devices=1, batch_size=batch_size).run()
+        assert found.best.choice.num_microbatches == 1 and found.plan.device_total_bytes <= 8 << 30
 
 
 def test_of_plans_nearly_as_fast_the_one_with_fewest_stages_a_device() -> None:
