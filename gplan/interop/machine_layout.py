@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gplan.core import Link
-from gplan.core.errors import NoPlanError, UsageError
+from gplan.core.errors import UsageError
 from gplan.core.units import bytes_text, parse_network
 from gplan.interop.receivers import receiver_named
 from gplan.interop.width_choices import Choice, check_num_stages
@@ -102,33 +102,13 @@ def layout_of(
         sequence_length=sequence_length, receiver=receiver, memory_bytes=memory_bytes, order=order, fixed=fixed,
         time_limit_s=time_limit,
     )  # fmt: skip
-    try:
-        if num_gpus is None:
-            whole = replace(search, memory_bytes=memory_bytes or device.memory_bytes)
-            found = _of_given_widths(whole, dials, expert_tensor, microbatches, batch_size, time_limit)
-        else:
-            search.check()
-            if hint := search.batch_hint():
-                on_start(hint)
-            found = search.run()
-    except NoPlanError as error:
-        raise NoPlanError(_in_own_options(str(error))) from error
-    notes = tuple(map(_in_own_options, found.plan.notes))
-    return replace(found, plan=replace(found.plan, notes=notes))
-
-
-_OWN_OPTIONS = {
-    "--k ": "--pp ",
-    " --schedule 1f1b": "",
-    "profile with --granularity auto, which divides it": "take fewer devices in a pipeline (--pp)",
-}
-"""What the planner's texts name, as `gplan layout` has it."""
-
-
-def _in_own_options(text: str) -> str:
-    for other, own in _OWN_OPTIONS.items():
-        text = text.replace(other, own)
-    return text
+    if num_gpus is None:
+        whole = replace(search, memory_bytes=memory_bytes or device.memory_bytes)
+        return _of_given_widths(whole, dials, expert_tensor, microbatches, batch_size)
+    search.check()
+    if hint := search.batch_hint():
+        on_start(hint)
+    return search.run()
 
 
 def _machine_text(device: Hardware, memory_bytes: int | None, network: str | None) -> str:
@@ -145,9 +125,8 @@ def _machine_text(device: Hardware, memory_bytes: int | None, network: str | Non
 
 
 def _of_given_widths(
-    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, batch_size: int | None,
-    time_limit_s: float | None,
-) -> ChosenWidths:  # fmt: skip
+    search: WidthSearch, dials: dict[str, Any], expert_tensor: int, microbatches: int | None, batch_size: int | None
+) -> ChosenWidths:
     """The layout of one setting, with the best cut; the model and the device are those of `search`."""
     if dials["num_devices"] is None:
         raise UsageError("give --gpus N to have all widths chosen for N devices, or --pp K for a pipeline of K devices")
@@ -178,7 +157,7 @@ def _of_given_widths(
         recompute=dials["recompute"] or "never", num_microbatches=count,
     )  # fmt: skip
     profile = search.profile_of(widths, size)
-    plan = best_plan(profile, replace(search.request(choice), time_limit_s=time_limit_s))
+    plan = best_plan(profile, replace(search.request(choice), time_limit_s=search.time_limit_s))
     ends = np.array([x.end_layer for x in plan.stages])
     one = PlannedChoice(
         choice=choice, cut=EvenCut(ends=ends, step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes)

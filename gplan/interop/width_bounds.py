@@ -12,8 +12,13 @@ takes at least
                            share leave more to others
     (M + K - 1) W / K      with one stage a device and M >= 2 K: device k waits for the k devices before it while the
                            pipeline fills and drains, and in between for the K - 1 - k devices behind it
+    M W / K + w            with v stages a device: before its first forward of chunk c, device k has had K of each chunk before
+                           that, while the first micro-batch passed through c K + k stages; so too after its last backward.
+                           Over all devices and chunks that is a mean wait w of (sum over k of (K - 1 - k) t_k) / (v K), least
+                           where the last devices have the most, t_k = T / M: w >= W (M W / T - 1) / (2 v K)
 
-Memory counts what a device surely holds: weights, gradients, the optimizer's state, and the least stash. Beside the bounds
+Memory counts what a device surely holds: weights, gradients, the optimizer's state, and the least stash; when it holds most
+of its last chunk, it holds K micro-batches of each other one, and of the first more if the warm-up is longer. Beside the bounds
 there are two estimates, of the step and of the memory of an even pipeline, which order the search and prove nothing.
 """
 
@@ -23,6 +28,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import sqrt
 
 import numpy as np
 
@@ -39,26 +45,24 @@ class ChoiceBounds:
 
     choice: Choice
     profile: Profile
-    num_blocks: int
     usable_bytes: int  # for tensors, of each device
 
     @property
     def step_s(self) -> float:
         """No plan of the setting is faster; infinite where no plan can fit the memory."""
         num_devices, num_microbatches = self.choice.widths.pipeline, self.choice.num_microbatches
-        if self._least_bytes > num_devices * self.usable_bytes or self._most_blocks.sum() < self.num_blocks:
+        if self._most_blocks.sum() < len(self.profile.layers) - 2:
             return INFINITY
-        seconds = self._layer_s
-        fullest = next(
-            x for x in range(self.num_blocks + 1) if np.minimum(self._most_blocks, x).sum() >= self.num_blocks
-        )
-        load_s = max(self._least_load_s, fullest * min(seconds[1 : 1 + self.num_blocks]))
-        whole_s, waits, through_s = sum(seconds), 0, sum(seconds)
+        whole_s, waits, through_s = sum(self._layer_s), 0, sum(self._layer_s)
         if self.choice.num_chunks == 1:
             waits = num_devices - 1 if num_microbatches >= 2 * num_devices else 0
-            hidden_s = (min(num_microbatches, num_devices) - 1) * self._forward_s
+            forward_s = sum(x.costs[0].forward.median_s for x in self.profile.layers)
+            hidden_s = (min(num_microbatches, num_devices) - 1) * forward_s
             through_s += max(0.0, (num_microbatches - 1) * whole_s - hidden_s) / num_devices
-        return max(whole_s / num_devices * (num_microbatches + waits), num_microbatches * load_s, through_s)
+        share_s, wait_s = num_microbatches * whole_s / num_devices, whole_s / (2 * num_devices * self.choice.num_chunks)
+        filled_s = 0.5 * (share_s - wait_s + sqrt((share_s - wait_s) ** 2 + 4 * wait_s * num_microbatches * whole_s))
+        shared_s = share_s + waits * whole_s / num_devices
+        return max(shared_s, num_microbatches * self._least_load_s, through_s, filled_s)
 
     @property
     def even_step_s(self) -> float:
@@ -89,15 +93,10 @@ class ChoiceBounds:
         forwards = 1 + (self.choice.recompute == "always")
         return [forwards * x.forward.median_s + x.backward.median_s for x in costs]
 
-    @property
-    def _forward_s(self) -> float:
-        """A micro-batch's forward on all layers."""
-        return sum(x.costs[0].forward.median_s for x in self.profile.layers)
-
     @cached_property
     def _least_load_s(self) -> float:
         """Of the fullest device, for a micro-batch."""
-        return least_load_s(self._layer_s, self.choice.widths.pipeline)
+        return least_load_s(self._layer_s, self._most_blocks)
 
     @cached_property
     def _state_bytes(self) -> float:
@@ -117,42 +116,48 @@ class ChoiceBounds:
 
     @cached_property
     def _most_blocks(self) -> Ints:
-        """[K]: the most blocks for which each device has the memory, by their state and what they keep."""
-        layers = self.profile.layers
-        blocks = layers[1 : 1 + self.num_blocks]
+        """[K]: the most layers but the first and the last for which each device has the memory; that with the last comes first."""
+        layers, trained = self.profile.layers, (*self.profile.layers, *self.profile.shared_weights)
+        num_devices, num_chunks = self.choice.widths.pipeline, self.choice.num_chunks
+        num_microbatches = self.choice.num_microbatches
         optimizer_share = self.profile.step.state_bytes / self.choice.widths.replicas
-        optimizer_share /= sum(x.gradient_bytes for x in layers)  # bytes of state for each byte of gradients
-        state = min(x.weight_bytes + x.gradient_bytes * (1 + optimizer_share) for x in blocks)
-        kept = self._times_kept * min(x.costs[0].stash_bytes - x.costs[0].output_bytes for x in blocks)
-        return np.floor(self.usable_bytes / (state + kept)).astype(np.int64)
+        optimizer_share /= sum(x.gradient_bytes for x in trained)  # bytes of state for each byte of gradients
+        gradient = np.array([float(x.gradient_bytes) for x in layers])
+        lasting = np.array([x.weight_bytes for x in layers]) + optimizer_share * gradient
+        kept = np.array([x.costs[0].stash_bytes - x.costs[0].output_bytes for x in layers])
+        # whether so much is kept after a first backward too, with which gradients begin
+        is_kept_later = self._times_kept < num_microbatches if num_chunks == 1 else num_microbatches > num_devices
+        held = lasting + np.outer(is_kept_later * np.ones(num_devices), gradient) + np.outer(self._times_kept, kept)
+        left = np.full(num_devices, float(self.usable_bytes))
+        if num_chunks > 1 and self.choice.recompute == "never":  # beyond that, of a block of each stage
+            num_warmup = np.minimum(2 * np.arange(1, num_devices + 1) - 1, num_microbatches)
+            further = num_warmup + (num_chunks - 1) * num_devices - num_chunks * self._times_kept
+            further[-1] = 0.0  # of the first stage, which may have no block
+            left -= further * kept[1:-1].min()
+        left[0] -= held[0, -1]
+        left[-1] -= held[-1, 0]
+        fits = np.cumsum(np.sort(held[:, 1:-1], axis=1), axis=1) <= left[:, None]
+        most: Ints = fits.sum(axis=1) * bool(left.min() >= 0)
+        return most
 
-    @property
-    def _least_bytes(self) -> float:
-        """What all devices hold together at least: the state, and the stash where the fewest copies of it are kept."""
-        held = self._state_bytes
-        left = float(sum(x.costs[0].stash_bytes - x.costs[0].output_bytes for x in self.profile.layers))
-        for times in sorted(self._times_kept):
-            kept = min(left, self.usable_bytes / times)
-            held, left = held + kept * times, left - kept
-        return held + left * float(max(self._times_kept))
 
-
-def least_load_s(layer_s: Sequence[float], num_devices: int) -> float:
+def least_load_s(layer_s: Sequence[float], most_blocks: Ints) -> float:
     """The smallest possible largest sum of a device, given seconds [L] of the first layer, blocks and the last layer.
 
-    Layers need not be neighbours. Blocks count as the shortest of them, and the first layer and the last are on two devices.
+    Each device has at most so many blocks, [K], any of them; the first has the last layer, the last one the first layer.
 
-    >>> least_load_s([1.0, 2.0, 2.0, 2.0, 3.0], 2)
+    >>> least_load_s([1.0, 2.0, 2.0, 2.0, 3.0], np.array([3, 3]))
     5.0
     """
-    first, last, block = layer_s[0], layer_s[-1], min(layer_s[1:-1])
-    if num_devices == 1 or not block:
-        return sum(layer_s) / num_devices
-    num_blocks = len(layer_s) - 2
-    loads = sorted({end + i * block for end in (first, last, 0.0) for i in range(num_blocks + 1)})
+    first, last, num_blocks = layer_s[0], layer_s[-1], len(layer_s) - 2
+    if len(most_blocks) == 1:
+        return sum(layer_s)
+    least = np.concatenate([[0.0], np.cumsum(np.sort(layer_s[1:-1]))])  # [blocks + 1]: of so many blocks
+    loads = np.unique(np.concatenate([end + least for end in (0.0, first, last)]))
+    ends = np.array([last, *[0.0] * (len(most_blocks) - 2), first])
 
     def fits(load: float) -> bool:
-        left = [load - first, load - last, *[load] * (num_devices - 2)]
-        return min(left) >= 0 and sum(int(x / block + 1e-9) for x in left) >= num_blocks
+        counts = np.searchsorted(least, (load - ends) * (1 + 1e-9), side="right") - 1
+        return bool(counts.min() >= 0 and np.minimum(counts, most_blocks).sum() >= num_blocks)
 
-    return loads[bisect_left(loads, True, key=fits)]
+    return float(loads[bisect_left(loads, True, hi=len(loads) - 1, key=fits)])

@@ -217,10 +217,8 @@ class WidthSpace:
         own = num_divisors(self.batch_size)
         if not 0 < 2 * own < len(widths):
             return ""
-        lower, upper = (
-            range(self.batch_size - 1, 0, -1),
-            range(self.batch_size + 1, self.batch_size + self.num_devices + 1),
-        )
+        first = self.batch_size + 1
+        lower, upper = range(self.batch_size - 1, 0, -1), range(first, first + self.num_devices)
         found = (next((x for x in sizes if 2 * num_divisors(x) >= len(widths)), 0) for sizes in (lower, upper))
         near = " and ".join(f"{x} ({num_divisors(x)})" for x in found if x)
         return (

@@ -36,7 +36,7 @@ from gplan.partition.even_cuts import EvenCut, best_even_cut, bettered_cut, pric
 from gplan.partition.plan_evaluation import price, with_reserved_memory
 from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import solve
-from gplan.schedules.request import PipelineSetting, PlanRequest
+from gplan.schedules.request import OptionNames, PipelineSetting, PlanRequest
 from gplan.strategy_search.bounds import SettingBounds
 from gplan_profiler.analytic.decoder_config import Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
@@ -58,6 +58,7 @@ _LARGER_NODES = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192
 """Numbers of nodes that are tried where a model does not fit, after 1, 2, 4, ... devices of one."""
 _AS_FAST = 1.01
 """Times the fastest step: of settings up to this, the one with the fewest stages a device is chosen."""
+_LAYOUT_OPTIONS = OptionNames(num_devices=OPTIONS["pipeline"], schedule="", granularity="")
 _TRAINERS = {"nanotron": NANOTRON}  # whose kernels are not Megatron-LM's; others are priced as that
 _NUM_TRIED = 16  # settings of each of these machines
 
@@ -150,7 +151,7 @@ class WidthSearch(WidthSpace):
         rules.check(PipelineSetting(**counts))
         return PlanRequest(
             **counts, microbatch_size=choice.microbatch_size, num_replicas=replicas,
-            sharding="optimizer" if replicas > 1 else "none", memory_bytes=self.usable_bytes,
+            sharding="optimizer" if replicas > 1 else "none", memory_bytes=self.usable_bytes, options=_LAYOUT_OPTIONS,
             constraints=self.own_cut(profile, choice.widths.pipeline) or rules.constraints,
         )  # fmt: skip
 
@@ -175,7 +176,7 @@ class WidthSearch(WidthSpace):
     def bounds_of(self, choice: Choice) -> ChoiceBounds:
         """The bounds of a setting in closed form."""
         profile = self.profile_of(choice.widths, choice.microbatch_size)
-        return ChoiceBounds(choice, profile, self.decoder.num_hidden_layers, self.usable_bytes)
+        return ChoiceBounds(choice, profile, self.usable_bytes)
 
     def even_cut(self, problem: Problem) -> EvenCut | None:
         """The best of some even partitions of a setting; None where none of them fits the memory."""
@@ -204,12 +205,11 @@ class WidthSearch(WidthSpace):
         state.better_cuts(deadline_s=started_s + _BETTERED_SHARE * limit_s)
         for gap in _GAPS:
             state.close_gap(gap, deadline_s=started_s + limit_s)
-        if state.planned:
-            state.try_fewer_chunks()
-        else:
-            if state.refused:
-                raise UsageError(state.refused)
+        if state.refused and not state.planned:
+            raise UsageError(state.refused)
+        if not state.planned:
             raise NoPlanError(self._nothing_fits_text(choices, deadline_s=time.perf_counter() + limit_s))
+        state.try_fewer_chunks()
         return state.result(deadline_s=time.perf_counter() + _REPLAYED_SHARE * limit_s)
 
     def _any_fits(self) -> bool:
@@ -267,9 +267,8 @@ class _SearchState:
         """With the bounds in closed form."""
         bounds = [search.bounds_of(x) for x in choices]
         state = cls(search=search, bounds=bounds, bounds_s=[x.step_s for x in bounds], started_s=started_s)
-        state.ruled_out["too large for the memory, by a lower bound of what devices hold"] = state.bounds_s.count(
-            INFINITY
-        )
+        num_large = state.bounds_s.count(INFINITY)
+        state.ruled_out["too large for the memory, by a lower bound of what devices hold"] = num_large
         return state
 
     @property

@@ -107,6 +107,7 @@ def problem_of(profile: Profile, request: PlanRequest) -> Problem:
         minimize=cast(Objective, request.minimize),
         memory_bytes=request.memory_bytes,
         constraints=request.constraints,
+        options=request.options,
     )
 
 

@@ -32,7 +32,7 @@ from gplan.partition.problem import Problem, device_peaks, moments_of
 
 _SLACK = 1e-9
 _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxation
-_PATIENCE, _WORTH = 10, 5e-4  # so many rows raise the relaxation's bound by less: integers may raise it more
+_PATIENCE, _WORTH = 2, 5e-4  # so many rows a stage raise the relaxation's bound by less: integers may raise it more
 _NUMS_OF_DEVICES = (3, 12)  # whose memory is in the program, first and then
 _MORE_DEVICES = 4  # that are added at a time for a solution that they do not fit
 _TOLD_APART_S = 1e-4  # steps that differ by less may be the same to the solver, whose tolerance is 1e-6
@@ -156,8 +156,9 @@ class BlockProgram:
         rows = self._rows
         if not rows.num_solved:
             rows.count_in_integers(True)
-            for devices in self._checked_devices:
-                for device in devices:
+            last = self.problem.num_devices - 1
+            for most in _NUMS_OF_DEVICES:  # the first few tell of most programs that they have no solution
+                for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, most))} - rows.devices):
                     self._add_memory(rows, device)
                 if rows.has_solutions():
                     rows.solved(deadline_s)
@@ -166,7 +167,7 @@ class BlockProgram:
                 self._add(rows, counts)
         if not rows.has_solutions():
             return replace(known, lower_bound_s=INFINITY)
-        bounds_s = list[float]()
+        bounds_s, patience = list[float](), _PATIENCE * self.problem.num_stages
         middle = None
         while time.perf_counter() < deadline_s and known.lower_bound_s < min(until_s, known.step_s * (1 - enough)):
             most_s = known.step_s * (1 - enough) if known.step_s * enough > _TOLD_APART_S else INFINITY
@@ -189,7 +190,7 @@ class BlockProgram:
             middle = found if middle is None else 0.5 * (middle + found)
             worth_s = rows.bound_s * (1 + (_SLACK if rows.in_integers else _ENOUGH))
             is_cut = self._cut_off(rows, middle, found) > worth_s or self._cut_off(rows, found, found) > worth_s
-            is_slow = len(bounds_s) > _PATIENCE and bounds_s[-1] < bounds_s[-_PATIENCE] * (1 + _WORTH)
+            is_slow = len(bounds_s) > patience and bounds_s[-1] < bounds_s[-patience] * (1 + _WORTH)
             if rows.in_integers and not is_cut and not is_over:
                 return replace(known, is_final=True)
             if not rows.in_integers and (is_slow or not is_cut):
@@ -238,6 +239,8 @@ class BlockProgram:
                 rows.add([*slopes, *none, 0.0], min(0.0, ahead.min()), max(0.0, ahead.max()))
             own = np.repeat(np.arange(len(shares)) == kind, num_stages).astype(float)
             rows.add([*own, *none, 0.0], share * num_blocks, share * num_blocks)
+        for stages in self.problem.stages_by_device:
+            rows.add_sum([kind * num_stages + x for kind in range(len(shares)) for x in stages], num_blocks)
         for stage, (least, most) in enumerate(zip(*self._least_and_most, strict=True)):
             own = -np.tile(np.eye(num_stages)[stage], len(shares))
             rows.add([*own, *least, 0.0], -INFINITY, 0.0)
@@ -276,12 +279,8 @@ class BlockProgram:
             for after in sides[1]
             for closed_before in (False, True)
             for closed_after in (False, True)
-            if self._has_room(len(before) + 1 + closed_before, len(after) + 1 + closed_after)
+            if len(before) + closed_before + len(after) + closed_after < self.problem.num_stages  # left for the blocks
         ]
-
-    def _has_room(self, num_before: int, num_after: int) -> bool:
-        """Whether stages are left for the blocks, if they begin and end on stages with these numbers from the ends."""
-        return num_before + num_after <= self.problem.num_stages + 1
 
     def _layers_of(self, stage: int, count: int, way: Ends) -> tuple[int, int]:
         """The layers, first and end, of a stage with so many blocks, wherever these are among the equal ones."""
@@ -312,36 +311,39 @@ class BlockProgram:
             most[first : last + 1, i] -= last - first
         return least, most
 
-    def _linear(self, stage: int, costs_of: Callable[[int, int], Floats]) -> Floats:
+    def _linear(self, stage: int, costs_of: Callable[[Ints, Ints], Floats]) -> Floats:
         """[kinds + ways, costs]: the costs of a stage for each block of a kind, and for each way beside its blocks, at least.
 
-        Workspaces are the largest of some layers: kinds differ in them, and above the stash that of a layer before the
-        blocks gets smaller with more of them behind it.
+        `costs_of` has those of stages, [N, costs], by where they begin and end. Workspaces are the largest of some layers:
+        kinds differ in them, and above the stash that of a layer before the blocks gets smaller with more of them behind it.
         """
-        period, slopes = _period(self._kinds.tolist()), dict[int, Floats]()
-        start = _first_counted(self.blocks, period)
-        for count in range(start, start + period) if self.problem.num_stages > 1 else ():
-            without, with_one = (self._layers_of(stage, x, self._ways[0]) for x in (count, count + 1))
-            kind = int(np.argmax(self._counts(*with_one) - self._counts(*without)))
-            slopes.setdefault(kind, costs_of(*with_one) - costs_of(*without))
-        slope = np.array(
-            [slopes[x] for x in sorted(slopes)] or [0 * costs_of(0, self.problem.num_layers)] * len(self._counts(0, 0))
-        )
-        known, found = dict[tuple[int, int], Floats](), list[Floats]()
-
-        def beside_blocks(first: int, end: int) -> Floats:
-            """What is not linear: the least of all places in a turn at which blocks alone may begin."""
-            if (first, end) not in known:
-                shifts = range(period if self.blocks.start <= first else 1)
-                ranges = [(first + x, end + x) for x in shifts if not x or end + x <= self.blocks.stop]
-                known[first, end] = np.minimum.reduce([costs_of(*x) - self._counts(*x) @ slope for x in ranges])
-            return known[first, end]
-
+        period, start = _period(self._kinds.tolist()), _first_counted(self.blocks, _period(self._kinds.tolist()))
         least, most = (x[stage].astype(int) for x in self._least_and_most)
         more = np.maximum(least, np.minimum(most, least + _MANY_BLOCKS))  # there may be fewer blocks than stages
-        for way, *counts in zip(self._ways, least.tolist(), more.tolist(), strict=True):
-            found.append(np.minimum.reduce([beside_blocks(*self._layers_of(stage, x, way)) for x in counts]))
-        return np.array([*slope, *found])
+        numbers = range(start, start + period) if self.problem.num_stages > 1 else ()
+        grown = [tuple(self._layers_of(stage, x + y, self._ways[0]) for y in (0, 1)) for x in numbers]
+        beside = [
+            [self._layers_of(stage, x, way) for x in counts]
+            for way, *counts in zip(self._ways, least.tolist(), more.tolist(), strict=True)
+        ]
+        places = {  # blocks alone before a stage's end may begin anywhere in a turn
+            (a, b): [
+                (a + x, b + x)
+                for x in range(period if self.blocks.start <= a else 1)
+                if not x or b + x <= self.blocks.stop
+            ]
+            for ranges in beside
+            for a, b in ranges
+        }
+        every = list(dict.fromkeys((*(y for x in grown for y in x), *(y for x in places.values() for y in x))))
+        costs = dict(zip(every, costs_of(*np.array(every).T), strict=True))
+        slopes = dict[int, Floats]()
+        for without, with_one in grown:
+            kind = int(np.argmax(self._counts(*with_one) - self._counts(*without)))
+            slopes.setdefault(kind, costs[with_one] - costs[without])
+        slope = np.array([slopes[x] for x in sorted(slopes)] or [0 * costs[every[0]]] * len(self._counts(0, 0)))
+        rest = {x: np.minimum.reduce([costs[y] - self._counts(*y) @ slope for y in at]) for x, at in places.items()}
+        return np.array([*slope, *(np.minimum.reduce([rest[x] for x in ranges]) for ranges in beside)])
 
     @cached_property
     def _times(self) -> Floats:
@@ -351,27 +353,19 @@ class BlockProgram:
         found = np.zeros((num_kinds * num_stages + num_ways, num_stages, len(TIMES)))
         for stage in range(num_stages):
 
-            def times_of(first: int, end: int, stage: int = stage) -> Floats:
-                times: StageSeconds[Floats] = stage_seconds(self.problem, stage, np.array([first]), np.array([end]))
+            def times_of(first: Ints, end: Ints, stage: int = stage) -> Floats:
+                times: StageSeconds[Floats] = stage_seconds(self.problem, stage, first, end)
                 values = {name: getattr(times, name) for name in TIMES}
                 if self.problem.recompute == "never":
                     values["recompute_s"] = None
                 if stage == num_stages - 1:
                     values |= {"activation_s": None, "gradient_s": None}
-                return np.array([0.0 if x is None else float(x[0]) for x in values.values()])
+                every = [np.broadcast_to(0.0 if x is None else x, first.shape) for x in values.values()]
+                return np.stack(every, axis=1)
 
             linear = self._linear(stage, times_of)
             found[stage:-num_ways:num_stages, stage], found[-num_ways:, stage] = linear[:num_kinds], linear[num_kinds:]
         return found
-
-    @property
-    def _checked_devices(self) -> tuple[list[int], list[int]]:
-        """Those whose memory is in the program; the first few tell of most programs that they have no solution."""
-        last = self.problem.num_devices - 1
-        few, every = (
-            sorted({round(x) for x in np.linspace(0, last, min(last + 1, most))}) for most in _NUMS_OF_DEVICES
-        )
-        return few, [x for x in every if x not in few]
 
     def _add_memory(self, rows: _Rows, device: int) -> None:
         """Add what a device holds at each moment for each variable, and the most, in GiB."""
@@ -383,9 +377,9 @@ class BlockProgram:
         stages, linear = self.problem.stages_by_device[device], list[Floats]()
         for s in stages:
 
-            def bytes_of(first: int, end: int, s: int = s) -> Floats:
-                parts = self._few.costs.part_rows(np.array([first]), np.array([end]), self._few.boundaries(s))
-                return parts[:, 0].astype(float)
+            def bytes_of(first: Ints, end: Ints, s: int = s) -> Floats:
+                parts: Floats = self._few.costs.part_rows(first, end, self._few.boundaries(s)).T.astype(float)
+                return parts
 
             linear.append(self._linear(s, bytes_of))
         for counts in moments_of(self._few, *stages).counts:
@@ -431,8 +425,9 @@ class _Rows:
         import highspy
 
         kind = highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous
-        for variable in range(self.num_variables):
-            self.solver.changeColIntegrality(variable, kind)
+        for variable in range(self.solver.getNumCol()):
+            if variable != self.num_variables:
+                self.solver.changeColIntegrality(variable, kind)
         self.in_integers = whole
 
     def limit_step(self, most_s: float) -> None:
@@ -445,6 +440,12 @@ class _Rows:
         every = np.asarray(factors, dtype=float)
         places = np.flatnonzero(every).astype(np.int32)
         self.solver.addRow(least, most, len(places), places, every[places])
+
+    def add_sum(self, variables: Sequence[int], most: int) -> None:
+        """One more variable, the sum of some, on which the solver may branch: steps tell sums apart, not how they are divided."""
+        self.solver.addVar(0.0, float(most))
+        places = np.array([*variables, self.solver.getNumCol() - 1], dtype=np.int32)
+        self.solver.addRow(0.0, 0.0, len(places), places, np.where(places > self.num_variables, -1.0, 1.0))
 
     def solved(self, deadline_s: float) -> tuple[Floats | None, bool]:
         """[variables]: the best solution, None where there is none, or none was found in time; whether the time ended it."""

@@ -35,6 +35,7 @@ from gplan.partition.problem import Problem, without_memory
 from gplan.partition.solve import smallest_peak
 from gplan.partition.validation import combined, constraint_options
 from gplan.schedules.custom import is_custom_order
+from gplan.schedules.request import OptionNames
 from gplan.simulation.simulator import step_and_bubble
 
 _SEARCH_S = 5.0  # for the least memory, and for the least K, with several stages on a device
@@ -63,7 +64,9 @@ def no_plan_error(
         remedies = _remedies_text(problem, machine, smaller, least_bytes=tightest.peak_bytes)
     except TooManyCandidates:
         more = "" if problem.recompute == "always" else ", or --recompute always"
-        return NoPlanError(f"{text}; give each device more memory (--memory), use more stages (--k){more}")
+        return NoPlanError(
+            f"{text}; give each device more memory (--memory), use more stages ({problem.options.num_devices}){more}"
+        )
     return NoPlanError(
         f"{text}; the smallest memory {'per device ' if machine else ''}that "
         f"{'fits' if tightest.is_proven else 'was found to fit'} is "
@@ -212,7 +215,7 @@ def _changed(problem: Problem, smaller: Sequence[Problem]) -> Iterator[tuple[int
     """The problem with options that save memory: how many, which, and what it becomes."""
     schedules: dict[str, Any] = {"": {}}
     if not (problem.has_chunks or is_custom_order(problem.schedule) or problem.schedule == LEAST_MEMORY_SCHEDULE):
-        schedules[f"--schedule {LEAST_MEMORY_SCHEDULE}"] = {"schedule": LEAST_MEMORY_SCHEDULE}
+        schedules[f"{problem.options.schedule} {LEAST_MEMORY_SCHEDULE}"] = {"schedule": LEAST_MEMORY_SCHEDULE}
     modes: dict[str, Any] = (
         {"": {}} if problem.recompute == "always" else {"": {}, "--recompute always": {"recompute": "always"}}
     )
@@ -250,7 +253,7 @@ def _stages_that_fit(problem: Problem, machine: Machine | None, given: str = "")
     deadline_s, word = time.perf_counter() + _SEARCH_S, "fits"
     for number, does_fit in enumerate(_feasibility(problem, machine, deadline_s=deadline_s), start=1):
         if does_fit:
-            options = f"{given} --k {number}".strip()
+            options = f"{given} {problem.options.num_devices} {number}".strip()
             if "--microbatches" not in given:  # by default others
                 options += f" --microbatches {problem.num_microbatches}"
             is_counted = machine is None and not problem.has_chunks
@@ -289,7 +292,7 @@ def _device_text(tightest: TightestDevice) -> str:
 LEAST_MEMORY_SCHEDULE = "1f1b"  # of those with one stage on each device; on one device all take equally long
 
 
-def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
+def one_device_notes(plan: Plan, profile: Profile, options: OptionNames) -> tuple[str, ...]:
     """A note if one device would finish the plan's batch in less time; nothing otherwise. O(M).
 
     That happens with short layers and slow links, or with processes that slow each other down on one host. The one
@@ -314,8 +317,8 @@ def one_device_notes(plan: Plan, profile: Profile) -> tuple[str, ...]:
     step_s, _ = step_and_bubble(single.made_schedule, [stage.cost], recompute=plan.recompute)
     if step_s >= plan.prediction.step_s:
         return ()
-    setting = f"--k 1 --schedule {LEAST_MEMORY_SCHEDULE} --microbatch-size {plan.microbatch_size}"
-    setting += f" --microbatches {single.num_microbatches}"
+    setting = f"{options.num_devices} 1" + f" {options.schedule} {LEAST_MEMORY_SCHEDULE}" * bool(options.schedule)
+    setting += f" --microbatch-size {plan.microbatch_size} --microbatches {single.num_microbatches}"
     if plan.recompute != "never":
         setting += f" --recompute {plan.recompute}"
     if plan.memory_limit_bytes not in (None, profile.device.memory_bytes):

@@ -16,7 +16,6 @@ import numpy as np
 
 from gplan.core import (
     Constraints,
-    Granularity,
     HostBound,
     Plan,
     Prediction,
@@ -171,7 +170,7 @@ def price(problem: Problem, solution: Solution, *, solve_s: float) -> Plan:
         notes=(
             *profile.plan_notes,
             *solution.notes,
-            *_large_layer(profile.granularity, stages, len(set(problem.devices))),
+            *_large_layer(problem, stages),
         ),
         granularity=profile.granularity,
         num_replicas=problem.num_replicas,
@@ -205,8 +204,11 @@ def with_reserved_memory(plan: Plan, profile: Profile, limit: int | None) -> Pla
     return replace(found, notes=(*found.notes, note))
 
 
-def _large_layer(granularity: Granularity, stages: Sequence[Stage], num_devices: int) -> Iterator[str]:
+def _large_layer(problem: Problem, stages: Sequence[Stage]) -> Iterator[str]:
     """A note if one layer alone is more than the share of a device."""
+    options, num_devices = problem.options, len(set(problem.devices))
+    fewer = f"take fewer devices in a pipeline ({options.num_devices})"
+    remedy = _FINER[problem.costs.profile.granularity] if options.granularity else fewer
     seconds = {
         name: forward_s + backward_s
         for stage in stages
@@ -219,7 +221,7 @@ def _large_layer(granularity: Granularity, stages: Sequence[Stage], num_devices:
     if num_devices > 1 and share > 1 / num_devices:
         yield (
             f"layer {name} takes {share:.0%} of the layers' time, more than the share of one of {num_devices} devices: "
-            f"{_FINER[granularity]}"
+            f"{remedy}"
         )
 
 

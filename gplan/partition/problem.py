@@ -23,6 +23,7 @@ from gplan.graph.down_sets import Floats, Ints
 from gplan.partition.recompute import PeakMoments, RecomputeSelector
 from gplan.schedules.custom import is_custom_order
 from gplan.schedules.registry import make_schedule, num_devices_of, schedule_info, stage_devices
+from gplan.schedules.request import OptionNames
 
 ROUNDING = 1e-12
 """The share within which plans count as equal."""
@@ -42,6 +43,7 @@ class Problem:
     machine_devices: tuple[MachineDevice, ...] = ()  # the device of each stage; none: all are as the profiled one
     links: tuple[Link, ...] = ()  # from each stage but the last to the next; none: all are the profile's
     constraints: Constraints = field(default_factory=Constraints)
+    options: OptionNames = field(default_factory=OptionNames)
 
     @property
     def num_replicas(self) -> int:

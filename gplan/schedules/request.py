@@ -36,6 +36,15 @@ def any_setting(_setting: PipelineSetting) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptionNames:
+    """The options of the command that plans, for texts; "": it has no such option."""
+
+    num_devices: str = "--k"
+    schedule: str = "--schedule"
+    granularity: str = "--granularity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """What is asked; of each dial a value, or "auto" for the planner to choose.
 
@@ -59,6 +68,7 @@ class PlanRequest:
     allows: Callable[[PipelineSetting], bool] = any_setting  # which settings a search may choose: a receiver's rules
     solver: str = "auto"  # "auto", "dp", "milp", "cbc"
     time_limit_s: float | None = None  # None: 10 s; 18 s for a search, 20 s on a machine, 60 s for a MILP
+    options: OptionNames = field(default_factory=OptionNames)
 
     @property
     def is_open(self) -> bool:

@@ -38,7 +38,7 @@ from gplan.partition.problem import Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
 from gplan.partition.validation import check_choice, check_constraints, check_counts, check_limits, why_not_selected
 from gplan.schedules.registry import custom_counts, default_num_microbatches, num_stages_of, schedule_info
-from gplan.schedules.request import PlanRequest, any_setting
+from gplan.schedules.request import OptionNames, PlanRequest, any_setting
 from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch, TensorLimit
 from gplan.strategy_search.space import base_schedule, search_space
 
@@ -75,14 +75,14 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
         else:
             lacking = found.device_total_bytes - limit if limit and within != limit else 0
             if lacking <= 0:
-                return _finished(found, profile, limit)
+                return _finished(found, profile, limit, request.options)
             tensors.lower(found.peak_bytes, lacking)
         if not tensors.is_worth_trying or time.perf_counter() > deadline_s:
             break
         within = tensors.num_bytes
     if failed is not None:
         raise failed
-    return _finished(found, profile, limit)
+    return _finished(found, profile, limit, request.options)
 
 
 def _on_alike_hosts(
@@ -122,10 +122,10 @@ def _of_whole_device(error: Exception, within: int | None, limit: int | None) ->
     )
 
 
-def _finished(found: Plan, profile: Profile, limit: int | None) -> Plan:
+def _finished(found: Plan, profile: Profile, limit: int | None, options: OptionNames) -> Plan:
     """The plan with what its devices reserve, and notes where that is over the limit or one device would be faster."""
     found = with_reserved_memory(replace(found, memory_limit_bytes=limit), profile, limit)
-    return replace(found, notes=(*found.notes, *one_device_notes(found, profile)))
+    return replace(found, notes=(*found.notes, *one_device_notes(found, profile, options)))
 
 
 def balance(profile: Profile, *, progress: Progress = no_progress, **dials: Any) -> Plan:
@@ -272,7 +272,7 @@ def search(profile: Profile, request: PlanRequest, *, progress: Progress = no_pr
         notes = (*notes, "the search for plans with less memory was interrupted")
     lower_bound_s = min(lower_bound / found.weight(plan.num_ranks), plan.prediction.step_s)
     solver, solve_s = f"search/{plan.proof.solver}", time.perf_counter() - started_s
-    whole = _finished(plan, profile, limit)
+    whole = _finished(plan, profile, limit, request.options)
     return replace(
         whole,
         proof=replace(plan.proof, solver=solver, lower_bound_s=lower_bound_s, solve_s=solve_s),

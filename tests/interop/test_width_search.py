@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,28 @@ def test_the_best_of_all_partitions_of_all_settings(
     assert found.gap <= 0.02
 
 
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("gpt-oss-20b", {"num_local_experts": 8}),  # kinds in turns
+        ("llama3-8b", {"tie_word_embeddings": True}),
+        ("glm-4.5-air", {"n_routed_experts": 8, "moe_intermediate_size": 1024, "num_hidden_layers": 6}),
+    ],
+)
+def test_bounds_hold_where_blocks_differ(model: str, settings: dict[str, Any]) -> None:
+    decoder, found = load_decoder(model, {**SMALL, "num_key_value_heads": 8, "vocab_size": 32000, **settings}), [0, 0]
+    fixed: dict[str, int | str | None] = {"tensor": 1, "data": 1, "expert": 1, "microbatch_size": 2}
+    for num_microbatches, num_devices, share in product((1, 3, 6), (2, 3), (1.4, 2.5)):
+        made = search(decoder=decoder, num_devices=num_devices, batch_size=2 * num_microbatches, fixed=fixed)
+        least_bytes = made.bounds_of(next(iter(made.choices()))).device_state_bytes
+        made = replace(made, memory_bytes=int(share * least_bytes))
+        for choice in made.choices():
+            bound_s, fastest_s = made.bounds_of(choice).step_s, min(every_step_s(made, choice), default=float("inf"))
+            assert bound_s <= fastest_s * (1 + 1e-9), choice
+            found[fastest_s == float("inf")] += 1
+    assert min(found) > 0, "some fit, and some do not"
+
+
 FEW_EXPERTS = {
     "num_hidden_layers": 7, "hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 8, "n_routed_experts": 16,
     "moe_intermediate_size": 512,
@@ -180,9 +202,17 @@ def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
 @pytest.mark.parametrize(("memory", "fitting"), [(8, 2), (4, 4)])
 def test_a_machine_that_fits_may_be_part_of_a_node(memory: int, fitting: int) -> None:
     small = replace(load_hardware("a100"), memory_bytes=memory << 30)
-    one = search(hardware=small, num_devices=1, batch_size=1)
+    one = search(hardware=small, num_devices=1, batch_size=4)
     with pytest.raises(NoPlanError, match=f"was found to fit has {fitting} devices$"):
         one.run()
+
+
+def test_gradients_begin_when_one_micro_batch_is_done() -> None:
+    """With one micro-batch no device has gradients beside all that it keeps, and so it fits less memory."""
+    tight = replace(load_hardware("a100"), memory_bytes=8 << 30)
+    for batch_size in (1, 2):
+        found = search(hardware=tight, num_devices=1, batch_size=batch_size).run()
+        assert found.best.choice.num_microbatches == 1 and found.plan.device_total_bytes <= 8 << 30
 
 
 def test_of_plans_nearly_as_fast_the_one_with_fewest_stages_a_device() -> None:

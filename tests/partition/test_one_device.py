@@ -11,6 +11,7 @@ import gplan
 from gplan.core import Plan, Profile, Timing
 from gplan.core.units import seconds_text
 from gplan.partition.diagnosis import one_device_notes
+from gplan.schedules.request import OptionNames
 from tests.made import FREE_LINK, make_profile
 from tests.searching import search
 
@@ -87,4 +88,4 @@ def test_what_one_device_cannot_hold_it_is_not_said_to_do_faster() -> None:
 def test_a_profile_without_any_computing_has_no_error() -> None:
     nothing = replace(make_profile([0.0] * 4, output_bytes=4), link=SLOW.link)
     plan = gplan.balance(nothing, num_devices=2, num_microbatches=4)
-    assert "0 s for the same batch" in one_device_notes(plan, nothing)[0]
+    assert "0 s for the same batch" in one_device_notes(plan, nothing, OptionNames())[0]
