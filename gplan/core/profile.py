@@ -198,8 +198,9 @@ class SharedWeight(Sharable):
         return self.updated_bytes
 
 
-OPERATIONS = ".*"
-"""After a module's path in `ModelId.divided`: the module's own operations are layers. The model itself is "*"."""
+OPERATIONS, JOINED = ".*", "+"
+"""In `ModelId.divided`, after a module's path: its own operations are layers (the model itself is "*"); before a module's
+path: it is part of the layer before it."""
 
 
 def operations_entry(path: str) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gplan.interop.author_layers import author_layers
 from gplan_profiler.capture.capture import capture
 from gplan_profiler.capture.division import MOST_LAYERS
 from gplan_profiler.capture.sequence import SequentialChain
@@ -86,6 +87,18 @@ class Looped(nn.Module):
         return x
 
 
+class Attention(nn.Module):
+    """Three small products and a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.query(x) * self.key(x) + self.value(x))
+
+
 class OnlyWeights(nn.Module):
     """All work is in the model's own forward, which has no submodules."""
 
@@ -109,6 +122,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.Sequential(*(Block() for _ in range(30))), nn.Linear(WIDTH, 4)
     ),
     "nested": lambda: nested(8),
+    "more parts than layers": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Stage(50, nn.ModuleList)),
+    "small neighbours": lambda: nn.Sequential(*(Attention() for _ in range(24))),
     "one block called again and again": lambda: Looped(1),
     "two blocks called in turn": lambda: Looped(2),
     "no submodules": OnlyWeights,
@@ -130,6 +145,26 @@ def test_large_layers_are_divided_and_train_as_before(name: str) -> None:
     assert again.names == chain.names and again.digest() == chain.digest()
     train_in_stages(chain, range(1, len(chain)), (rows,))
     assert_trained_alike(gradients(model), expected)
+
+
+def test_parts_are_joined_until_there_are_as_many_layers_as_allowed() -> None:
+    chain = capture(MODELS["more parts than layers"](), torch.randn(512, WIDTH), granularity="auto")
+    assert len(chain) == MOST_LAYERS
+    assert {"1.blocks.0", "1.blocks.49.up", "1.blocks.49.down"} <= {
+        *chain.names
+    }  # some blocks are whole, others divided
+
+
+def test_small_neighbours_in_a_divided_layer_are_joined() -> None:
+    chain = capture(MODELS["small neighbours"](), torch.randn(1024, WIDTH), granularity="auto")
+    assert chain.names[:4] == ("0.query..0.value", "0.out.0", "0.out.1", "1.query..1.value")
+    assert author_layers(chain.names, chain.divided)[:2] == (("0", range(3)), ("1", range(3, 6)))
+
+
+def test_layers_of_the_right_size_stay_whole_beside_a_large_one() -> None:
+    model = nn.Sequential(*(Block() for _ in range(40)), Stage(8, nn.ModuleList))
+    chain = capture(model, torch.randn(512, WIDTH), granularity="auto")
+    assert chain.names[:40] == tuple(map(str, range(40))) and len(chain) > 48
 
 
 def test_a_repeated_block_is_cut_as_blocks_called_in_turn_are() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, get_args
 
 import torch
@@ -21,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from gplan.core import Granularity
 from gplan.core.errors import ModelError, UsageError
 from gplan.core.precision import AS_MADE, Precision
-from gplan.core.profile import modules_by_operation
+from gplan.core.profile import JOINED, modules_by_operation
 from gplan_profiler.capture.authored_layers import unit_paths
 from gplan_profiler.capture.chain import AtLayer, Chain, Route, Tensors, TensorSpec, autocast
 from gplan_profiler.capture.division import MOST_LAYERS
@@ -155,6 +156,8 @@ def exported(
                 groups = joined_by_unit(groups, model, units, own)
         else:
             groups = groups_by_module(traced.graph, model, units)
+        pairs = [(x, y) for x, y in pairwise(groups) if f"{JOINED}{y.name}".split("#")[0] in parts]
+        inseparable += [{x.nodes[-1], y.nodes[0]} for x, y in pairs]
         groups = merged(traced.graph, groups, inseparable)
         chain = ExportedChain(model, traced, [replace(x, nodes=without_repeats(x.nodes, copies)) for x in groups])
         chain.divided = parts

@@ -1,25 +1,29 @@
 """Which of the author's layers are too large for a good cut, and are divided (granularity "auto").
 
 A layer that takes more than `LARGEST_SHARE` of the model's work or parameters is divided into its own children, lists
-opened, and these again, as long as the model has at most `MOST_LAYERS` layers; one of less than `_LEAST_WORK` is too
-short to be measured in parts. Operations of its own that are too much together, as in a forward without submodules, are
-cut as with granularity "op". Layers with equal shares are all divided or none.
+opened, and each of these above `_LARGEST_PART` again; one of less than `_LEAST_WORK` is too short to be measured in
+parts. Then neighbours within one divided module are joined, the smallest pair first, while they are at most
+`_LARGEST_PART` together or the model has more than `MOST_LAYERS` layers. Nothing depends on where cuts are expected:
+where a j/K of the seconds is done differs by a whole stage between devices. Operations of its own that are too much
+together, as in a forward without submodules, are cut as with granularity "op".
 
 The work of an operation is what it takes on a device that moves one byte in the time of `_FLOPS_PER_BYTE` FLOPs. It
 decides only what is divided: the layers are measured afterwards. The answer is a tuple of module paths: "blocks.3" has
-its children as layers, "blocks.3.*" its operations.
+its children as layers, "blocks.3.*" its operations; "+blocks.3.down" is part of the layer before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from gplan.core.profile import operations_entry
+from gplan.core.profile import JOINED, operations_entry
 from gplan_profiler.analytic.work_counter import WorkCounter
 from gplan_profiler.capture.authored_layers import PART, unit_paths
 from gplan_profiler.capture.trace import Trace, module_path
@@ -28,10 +32,10 @@ from gplan_profiler.memory.allocations import tensors_in
 from gplan_profiler.torch_compat import pytree
 
 LARGEST_SHARE = 1 / 32
+_LARGEST_PART = 1 / 64
 MOST_LAYERS = 80
 _FLOPS_PER_BYTE = 20.0  # between a CPU's and a GPU's
 _LEAST_WORK = 1e7  # FLOPs, about a millisecond of a CPU's core
-_EQUAL = 0.99  # of another share, which counts as the same one
 
 
 def divided(traced: Trace, model: nn.Module) -> tuple[str, ...]:
@@ -47,6 +51,7 @@ def divided(traced: Trace, model: nn.Module) -> tuple[str, ...]:
             calls[key] = calls.get(key, 0.0) + work
     num_parameters = max(1, sum(x.numel() for x in model.parameters()))
 
+    @cache
     def share_of(path: str) -> float:
         """The larger of a module's shares of work, in its largest call, and of parameters; 0.0 with too little work."""
         work = max(by_call.get(path, {"": 0.0}).values())
@@ -59,26 +64,38 @@ def divided(traced: Trace, model: nn.Module) -> tuple[str, ...]:
         rest = sum(works) - max(works)
         return rest / total if rest >= _LEAST_WORK else 0.0
 
-    with_children = {path for path, x in model.named_modules() if any(True for _ in x.children())}
-    found, tried = set[str](), set[str]()
+    def owner_of(path: str) -> str:
+        """The innermost divided module around a unit; "" for a layer of the author's."""
+        while (path := path.rpartition(".")[0]) and path not in found:
+            pass
+        return path
+
+    modules = {path: x for path, x in model.named_modules() if path}
+    with_parts = {x for x, y in modules.items() if any(z.dim() > 1 for part in y.children() for z in part.parameters())}
+    found, limits = set[str](), (LARGEST_SHARE, _LARGEST_PART)
+    while large := {
+        x for x in with_parts.intersection(unit_paths(model, found).values()) if share_of(x) > limits[owner_of(x) != ""]
+    }:
+        found |= large
+    units = {*unit_paths(model, found).values()} - {PART}
+    runs: list[tuple[str, ...]] = [(x,) for x in by_call if x in units]  # of units that are one layer
     while True:
-        units = {*unit_paths(model, found).values()} - {PART}
-        share = {x: share_of(x) for x in units - tried}
-        largest = max(share.values(), default=0.0)
-        if largest <= LARGEST_SHARE:
+        places = [(owner_of(run[0]), len(by_call[run[0]])) for run in runs]
+        shares = [sum(map(share_of, run)) for run in runs]
+        pairs = [(shares[i] + shares[i + 1], i) for i, (x, y) in enumerate(pairwise(places)) if x == y and x[0]]
+        share, i = min(pairs, default=(1.0, 0))
+        if not pairs or (share > _LARGEST_PART and sum(num_calls for _, num_calls in places) <= MOST_LAYERS):
             break
-        alike = {x for x in share if share[x] >= _EQUAL * largest}
-        tried |= alike
-        more = found | (alike & with_children)
-        if sum(len(by_call.get(x, ())) for x in {*unit_paths(model, more).values()} - {PART}) <= MOST_LAYERS:
-            found = more
-    paths = unit_paths(model, found)
-    outside = {path for path, _ in model.named_modules()} - paths.keys()
-    single = outside | ((tried & units) - with_children)  # whose own operations are in no smaller module
+        runs[i : i + 2], owner = [runs[i] + runs[i + 1]], places[i][0]
+        if sum(run[0].startswith(f"{owner}.") for run in runs) == 1:  # the module is whole again
+            runs[i], found = (owner,), found - {owner}
+    units = {run[0] for run in runs}
+    outside = {path for path, _ in model.named_modules()} - unit_paths(model, found).keys()
+    single = outside | (units - with_parts)  # whose own operations are in no smaller module
     of_operations = {operations_entry(x) for x in single if share_of_own(x) > LARGEST_SHARE}
     if isinstance(model, nn.Sequential):  # whose children are layers as they are, also those that are lists
         found |= {x for x, _ in model.named_children() if x not in units and share_of(x) > LARGEST_SHARE}
-    return tuple(sorted(found | of_operations))
+    return tuple(sorted(found | of_operations | {f"{JOINED}{x}" for run in runs for x in run[1:]}))
 
 
 def _operations(traced: Trace) -> Iterator[Node]:

@@ -197,7 +197,7 @@ def merged(graph: Graph, groups: Sequence[Group], inseparable: Iterable[Collecti
         else:
             runs.append([group])
     nodes_of = in_trace_order(graph, [[x for group in run for x in group.nodes] for run in runs])
-    names = ["..".join(group.name for group in run) for run in runs]
+    names = ["..".join(dict.fromkeys((run[0].name, run[-1].name))) for run in runs]
     return [Group(name, run[0].kind, nodes) for name, run, nodes in zip(names, runs, nodes_of, strict=True)]
 
 
