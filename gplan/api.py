@@ -185,7 +185,7 @@ def pipeline(
     file's own by default. `inputs` of any number of samples show what the model is called with, where the plan does not
     say. `device` is by default this process's GPU if the plan was made for one, else the CPU. A process that waits
     longer than `timeout_s` for another gives up. `seed`, by default the one that `torch.manual_seed` set last, is also that of
-    random numbers in training, such as dropout's; that of rank 0 counts.
+    random numbers in training, such as dropout's; all ranks use that of rank 0.
     `precision` must equal the plan's, if given. With "mixed" the pipeline's parameters are the float32 master weights,
     and stages compute with bfloat16 copies that each step begins with. With `broadcast_batches` rank 0 sends its batches
     to the ranks that use them; what other ranks pass does not count. Without it every rank draws the same ones itself.
@@ -198,7 +198,7 @@ def pipeline(
     from gplan.runtime.pipeline import open_pipeline
     from gplan.runtime.validation import check_options, check_runnable
 
-    seed = torch.initial_seed() % 2**63 if seed is None else seed
+    seed = torch.initial_seed() % 2**63 if seed is None else seed  # negative ones are unsigned numbers in torch
     check_options(plan, loss=loss, seed=seed, timeout_s=timeout_s, precision=precision)
     check_runnable(plan)
     return open_pipeline(

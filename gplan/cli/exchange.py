@@ -245,6 +245,10 @@ def import_trace(
     _check_options(plan_file, run_file, profile_file, output)
     plan = json_files.load(Plan, plan_file) if plan_file is not None else None
     profile = json_files.load(Profile, profile_file) if profile_file is not None else None
+    run_file = run_file or Path(RUN_FILE)
+    for path, kind in ((run_file, Run), (output, Profile)):
+        if plan is not None and path is not None:
+            json_files.check_writable(path, kind)
     traced = read_traced(traces)
     view = traced_view(traced)
     if plan is None:
@@ -252,11 +256,8 @@ def import_trace(
         return
     run = traced_run(traced, plan)
     retimed = retime_profile(profile, run=run) if profile is not None else None
-    run_file = run_file or Path(RUN_FILE)
-    json_files.check_writable(run_file, Run)
     json_files.save(run, run_file)
     if retimed is not None and output is not None:
-        json_files.check_writable(output, Profile)
         json_files.save(retimed, output)
     views = [view, "", run_view(run), *([Text(f"wrote {output}")] if retimed is not None else [])]
     print_result(run, lambda: Group(*views), as_json=as_json, written=run_file)

@@ -14,7 +14,7 @@ from gplan.core import Action, ActionKind, EqualSpeed, IdleCause, Plan, Profile,
 from gplan.core.errors import GplanError
 from gplan.core.units import UnitKind, seconds_text
 from gplan.corrections.host_speed import at_host_speed, few_readings_notes, speed_ratio
-from gplan.evaluate.replanning import reprice, why_not_replannable
+from gplan.evaluate.replanning import reprice, why_not_replannable, with_links_of
 from gplan.simulation.bubble import idle_by_cause
 from gplan.simulation.simulator import schedule_of, simulate, step_and_bubble
 
@@ -90,6 +90,7 @@ def with_equal_speed(run: Run, profile: Profile) -> Run:
         return run
     if ratio is None:
         return replace(run, notes=(*run.notes, *few_readings_notes(run.host_load)))
+    profile = with_links_of(plan, profile)
     slowed = at_host_speed(profile, ratio[0])
     if run.engine == "virtual":  # which takes transfers and its own cost as planned
         slowed = replace(slowed, link=profile.link, engine=profile.engine)

@@ -167,7 +167,7 @@ def _changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change]:
         if can_change and other != mode:
             yield _Change("recompute", f"recompute {other}", replace(setting, recompute=other), profile)
     yield from _device_changes(profile, setting)
-    reason = "" if setting.num_devices > 1 else "one device sends nothing"
+    reason = "" if setting.num_devices * setting.num_replicas > 1 else "one device sends nothing"
     faster, free_link = (with_link_times(profile, factor) for factor in (1.0 / FASTER_LINK, 0.0))
     yield _Change("faster link", f"a link {FASTER_LINK:g} times as fast", setting, faster, reason)
     yield _Change("free link", "free transfers and sums of gradients", setting, free_link, reason)

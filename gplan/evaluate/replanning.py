@@ -117,7 +117,8 @@ def plan_within_memory(profile: Profile, setting: PlanSettings, cuts: Sequence[i
 
 def with_links_of(plan: Plan, profile: Profile) -> Profile:
     """The profile with the links of the hosts that the plan's replicas are on, where these are not the profile's."""
-    return profile if plan.link.replica_link is None else replace(profile, link=plan.link)
+    is_known = plan.link.replica_link is None or profile.link.replica_link is not None
+    return profile if is_known else replace(profile, link=plan.link)
 
 
 def profile_in_plan_order(plan: Plan, profile: Profile) -> Profile:

@@ -95,13 +95,15 @@ def check_writable(path: Path, kind: type[Value] | None = None) -> None:
     handle, aside = _aside(path)
     os.close(handle)
     aside.unlink()
-    head = path.read_bytes()[:200] if path.is_file() else b""
+    try:
+        with path.open("rb") as file:
+            head = file.read(200)
+    except OSError:  # it is not there, or may be written but not read
+        head = b""
     found = re.match(rb'\s*{\s*"format":\s*"(gplan\.[a-z]+/)', head)
     other = next((x for x in FORMATS if found and FORMATS[x].startswith(found[1].decode()) and x is not kind), None)
     if other is not None:
-        raise FileError(
-            f"{path} is a {_type_text(other)}, which would be lost; name another file with --output, or remove it"
-        )
+        raise FileError(f"{path} is a {_type_text(other)}, which would be lost; name another file, or remove it")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -116,7 +116,7 @@ class ChoiceBounds:
 
     @cached_property
     def _most_blocks(self) -> Ints:
-        """[K]: the most layers but the first and the last for which each device has the memory; that with the last comes first."""
+        """[K], from the last device of the pipeline to the first: the most blocks for which it has the memory beside its end's layer."""
         layers, trained = self.profile.layers, (*self.profile.layers, *self.profile.shared_weights)
         num_devices, num_chunks = self.choice.widths.pipeline, self.choice.num_chunks
         num_microbatches = self.choice.num_microbatches
@@ -142,9 +142,9 @@ class ChoiceBounds:
 
 
 def least_load_s(layer_s: Sequence[float], most_blocks: Ints) -> float:
-    """The smallest possible largest sum of a device, given seconds [L] of the first layer, blocks and the last layer.
+    """A lower bound of the largest sum of a device, exact for equal blocks, given seconds [L] of the first layer, blocks and the last layer.
 
-    Each device has at most so many blocks, [K], any of them; the first has the last layer, the last one the first layer.
+    Each device has at most so many blocks, [K] from the last device of the pipeline to the first, any of them.
 
     >>> least_load_s([1.0, 2.0, 2.0, 2.0, 3.0], np.array([3, 3]))
     5.0

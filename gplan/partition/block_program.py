@@ -393,7 +393,7 @@ class BlockProgram:
 
 @dataclass
 class _Rows:
-    """The program: variables that are integers in the end, and the step as the last variable."""
+    """The program: variables that are integers in the end, the step behind them, and sums on which the solver branches."""
 
     solver: Any
     num_variables: int
@@ -442,7 +442,7 @@ class _Rows:
         self.solver.addRow(least, most, len(places), places, every[places])
 
     def add_sum(self, variables: Sequence[int], most: int) -> None:
-        """One more variable, the sum of some, on which the solver may branch: steps tell sums apart, not how they are divided."""
+        """A variable that is the sum of others, on which the solver may branch: steps depend on a device's sum more than on its parts."""
         self.solver.addVar(0.0, float(most))
         places = np.array([*variables, self.solver.getNumCol() - 1], dtype=np.int32)
         self.solver.addRow(0.0, 0.0, len(places), places, np.where(places > self.num_variables, -1.0, 1.0))

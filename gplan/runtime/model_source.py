@@ -51,6 +51,13 @@ class ModelSource:
         """Whether the model was built without weights and can be built with them."""
         return self.file.is_lazy and self.opened is not None
 
+    def seeded(self, seed: int) -> ModelSource:
+        """The source with another seed: a model that was built from this one's is built again."""
+        if seed == self.seed or self.opened is None:
+            return replace(self, seed=seed)
+        file = self.opened.load(seed=seed, lazy=self.file.is_lazy)
+        return replace(self, file=in_precision(file, self.file.precision), stored=file.model, seed=seed)
+
     def build_whole(self) -> ModelSource:
         """Build the whole model in memory; for code that cannot be captured without weights."""
         assert self.opened is not None

@@ -19,7 +19,6 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -201,7 +200,7 @@ class Pipeline(StageState):
         self.plan = plan
         ranks = join_process_group(plan, device, timeout_s=timeout_s)
         if ranks is not None:
-            source = replace(source, seed=RankGroup(group=dist.group.WORLD).run_on_all(lambda: source.seed)[0])
+            source = source.seeded(RankGroup(group=dist.group.WORLD).run_on_all(lambda: source.seed)[0])
         random_streams = RandomStreams(source.seed, device)
         self._loss, self._is_loss_new, self._has_warned = loss, True, False
         self._usual_inputs = resize_inputs(inputs, plan.microbatch_size)
@@ -291,8 +290,9 @@ class Pipeline(StageState):
         without the last one None as targets. With `broadcast_batches` only those of rank 0 count. `scale`
         multiplies the gradients but not the loss, such as 1/n for the mean over n accumulated steps.
 
-        Warns once of a loss that is not finite. Raises UsageError for data that do not fit the plan or differ between ranks (compared in the first ten steps
-        and then in those that are powers of two), RunError with stage and layer where the model fails.
+        Warns once of a loss that is not finite. Raises UsageError for data that do not fit the plan or differ between ranks
+        (small batches on the CPU are compared in every step, others in the first ten and then in those that are powers of
+        two), RunError with stage and layer where the model fails.
         """
         inputs, targets, num_rows = self.agreed("step", inputs, targets)
         loss = self.train_on(inputs, targets, num_rows, scale=scale)

@@ -38,7 +38,7 @@ from gplan.partition.problem import Problem
 from gplan.partition.solve import TooManyDownSets, where_to_cut
 from gplan.partition.validation import check_choice, check_constraints, check_counts, check_limits, why_not_selected
 from gplan.schedules.registry import custom_counts, default_num_microbatches, num_stages_of, schedule_info
-from gplan.schedules.request import OptionNames, PlanRequest, any_setting
+from gplan.schedules.request import OptionNames, PipelineSetting, PlanRequest, any_setting
 from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch, TensorLimit
 from gplan.strategy_search.space import base_schedule, search_space
 
@@ -90,12 +90,18 @@ def _on_alike_hosts(
 ) -> tuple[Profile, PlanRequest]:
     """Replicas on a machine: the profile with its links and memory, and a request whose pipelines are each on one host."""
     profile, per_host = on_alike_hosts(profile, machine, total_devices=total_devices)
-    if isinstance(request.num_devices, int) and per_host % request.num_devices:
+    if isinstance(request.num_devices, int) and request.num_devices > 0 and per_host % request.num_devices:
         raise UsageError(
             f"--k {request.num_devices} with --devices and --machine: each replica is on one host, and {request.num_devices} does not divide "
             f"its {counted(per_host, 'device')}; a pipeline over several hosts is planned without --devices"
         )
-    return profile, replace(request, machine=None, allows=lambda x: per_host % x.num_devices == 0 and request.allows(x))
+
+    def fills_hosts(x: PipelineSetting) -> bool:
+        num_ranks = x.num_devices * x.num_replicas
+        is_whole = total_devices == per_host or (num_ranks > per_host and num_ranks % per_host == 0)
+        return is_whole and per_host % x.num_devices == 0 and request.allows(x)
+
+    return profile, replace(request, machine=None, allows=fills_hosts)
 
 
 def _limits(profile: Profile, request: PlanRequest) -> tuple[int | None, int | None]:

@@ -58,7 +58,7 @@ def test_a_plan_is_priced_again_with_its_links() -> None:
 
 def test_devices_of_one_host_have_its_link_alone() -> None:
     plan = planned(machine(4, 4), 4)
-    assert plan.link == WITHIN
+    assert plan.link == replace(WITHIN, replica_link=WITHIN)
     assert not any("between hosts" in x for x in plan.notes)
 
 
@@ -79,12 +79,14 @@ def test_the_slowest_link_between_hosts_counts() -> None:
 @pytest.mark.parametrize(
     ("hosts", "total_devices", "dials", "message"),
     [
-        (machine(2, 2), 3, {}, "the machine has 2 hosts of 2 devices; expected at most 2, or a multiple up to 4"),
+        (machine(2, 2), 3, {}, "the machine has 2 hosts of 2 devices; expected 1 to 2, or a multiple up to 4"),
         (machine(2, 2), 8, {}, "the machine has 2 hosts of 2 devices"),
         (machine(4, 4), 8, {"num_devices": 3}, "each replica is on one host, and 3 does not divide its 4 devices"),
-        (machine(2, 1), 2, {}, "hosts that are alike.*host0: 2 devices of speed 1 .*, host1: 1 device of speed 1"),
+        (machine(2, 1), 2, {}, "hosts that are alike.*host0: 2 devices of speed 1, host1: 1 device of speed 1"),
         (machine(2, 2, speed=0.5), 4, {}, "host1: 2 devices of speed 0.5"),
-        (machine(2, 2, memory_bytes=None), 4, {}, "host1: 2 devices of speed 1 with any memory"),
+        (machine(2, 2), 0, {}, "expected 1 to 2, or a multiple up to 4"),
+        (machine(2, 2), 4, {"num_devices": 0}, "asked for 0"),
+        (machine(4, 4), 8, {"num_devices": 2, "batch_size": 4}, "none of .* is allowed"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned(hosts: Machine, total_devices: int, dials: dict[str, Any], message: str) -> None:
@@ -93,6 +95,16 @@ def test_what_cannot_be_planned(hosts: Machine, total_devices: int, dials: dict[
 
 
 def test_the_memory_is_that_of_the_machine() -> None:
-    small = replace(machine(2, 2), devices=tuple(replace(x, memory_bytes=1) for x in machine(2, 2).devices))
+    """The least of a device."""
+    assert planned(machine(2, 2, memory_bytes=10**5), 4).device.memory_bytes == 10**5
     with pytest.raises(NoPlanError):
-        planned(small, 4)
+        planned(machine(2, 2, memory_bytes=1), 4)
+
+
+@pytest.mark.parametrize("num_devices", [3, 6])
+def test_pipelines_on_a_part_of_one_host(num_devices: int) -> None:
+    layers = make_profile([1.0] * 8)
+    plan = balance(
+        layers, machine=machine(8, 8), total_devices=6, num_devices=num_devices, num_microbatches=6, schedule="1f1b", batch_size=36 // num_devices,
+    )  # fmt: skip
+    assert plan.num_devices * plan.num_replicas == 6

@@ -290,7 +290,7 @@ def test_a_plan_is_not_taken_for_a_profile(tmp_path: Path) -> None:
 
 def test_a_value_of_another_kind_is_not_lost(profile_file: Path) -> None:
     for kind in (Plan, None):
-        with pytest.raises(FileError, match="is a gplan profile, which would be lost; name another file with --output"):
+        with pytest.raises(FileError, match="is a gplan profile, which would be lost; name another file, or remove it"):
             json_files.check_writable(profile_file, kind)
     json_files.check_writable(profile_file, Profile)
 

@@ -35,6 +35,7 @@ class Training:
     """Of torchtitan's TrainingConfig."""
 
     local_batch_size: int = 8
+    global_batch_size: int = 64
     disable_cuda_graphs: bool = False
 
 
@@ -147,7 +148,13 @@ def test_the_local_batch_is_all_micro_batches() -> None:
     found = planned_config(cut(transformer(2), [2]))
     assert found.parallelism.pipeline_parallel_degree == 2
     assert found.parallelism.pipeline_parallel_microbatch_size == 2
-    assert found.training.local_batch_size == 16
+    assert (found.training.local_batch_size, found.training.global_batch_size) == (16, -1)
+
+
+def test_one_stage_accumulates_its_micro_batches() -> None:
+    """Without a pipeline torchtitan runs a local batch at once."""
+    found = planned_config(cut(transformer(2), []))
+    assert (found.training.local_batch_size, found.training.global_batch_size) == (2, 16)
 
 
 @pytest.mark.parametrize(("recompute", "mode"), [("never", None), ("always", "full")])

@@ -58,7 +58,10 @@ def test_the_heaviest_sum_is_the_value_and_any_other_is_no_larger(
         for cuts in (one, other)
     ]
     value = goal.values(paths(problem, candidates, [one])).item()
-    assert (goal.heaviest(figures[0]) * figures[0]).sum() == pytest.approx(value, rel=1e-12, abs=1e-9)
+    heaviest = (goal.heaviest(figures[0]) * figures[0]).sum()
+    if not problem.costs.profile.shared_weights:  # else devices may wait for each other before their updates
+        assert heaviest == pytest.approx(value, rel=1e-12, abs=1e-9)
+    assert heaviest <= value * (1 + 1e-12)
     for weights in (goal.heaviest(figures[1]), *goal.first_weights()):
         assert (weights * figures[0]).sum() <= value * (1 + 1e-12)
 

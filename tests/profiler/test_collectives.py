@@ -49,6 +49,8 @@ def test_stages_are_neighbours_in_a_node_or_across() -> None:
     near, far = Widths(tensor=2, pipeline=4), Widths(tensor=8, pipeline=4)
     assert pipeline_link(MADE, near) == MADE.link
     assert pipeline_link(MADE, far) == MADE.network
+    assert pipeline_link(MADE, Widths(tensor=2, pipeline=4)) == MADE.link
+    assert pipeline_link(MADE, Widths(tensor=2, pipeline=8)) == MADE.network, "four stages a node, on two nodes"
     replicas = pipeline_link(MADE, Widths(tensor=4, data=2, pipeline=2))
     whole = collective_s(MADE, "reduce_scatter", 1e9, group=((2, 4),))
     assert float(replicas.collectives_s("reduce_scatter", 2e9, 2)) == pytest.approx(2 * whole)

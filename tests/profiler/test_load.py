@@ -135,9 +135,10 @@ def test_a_file_that_does_not_import_is_answered_with_its_line(tmp_path: Path, t
         load_model_file(str(path))
 
 
-def test_a_file_with_the_name_of_a_package_that_it_imports(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["import a_package", "from a_package import Net", "from a_package.nets import Net"])
+def test_a_file_with_the_name_of_a_package_that_it_imports(tmp_path: Path, line: str) -> None:
     path = tmp_path / "a_package.py"
-    path.write_text("import a_package\n\ndef model():\n    return a_package.Net()\n")
+    path.write_text(f"{line}\n\ndef model():\n    return a_package.Net()\n")
     try:
         with pytest.raises(
             ModelError, match=r"a_package\.py imports a_package, which is the file itself: give the file another"

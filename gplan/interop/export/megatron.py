@@ -110,6 +110,8 @@ def _switches(plan: Plan, profile: Profile | None) -> list[str]:
     """The flags without which the costs do not hold, and the usual overlap of the replicas' collectives."""
     widths = computed_widths(profile)
     found = ["--bf16"] * (plan.precision.name == "mixed") + ["--sequence-parallel"] * (widths.get("tensor", 1) > 1)
+    if widths:
+        found += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl te"]
     if widths.get("data", 1) * widths.get("context", 1) > 1:
         found += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     if widths.get("expert", 1) > 1:  # the tokens go by all-to-all, and experts multiply theirs together

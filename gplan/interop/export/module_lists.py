@@ -51,6 +51,9 @@ def to_torchtitan(plan: Plan, profile: Profile | None) -> Written:
     widths = "".join(f"{degrees[x]}={split[x]},\n            " for x in degrees if split)
     widths += "data_parallel_replicate_degree=1,\n            " if split else ""
     length = f"seq_len={split['sequence_length']}, " if split else ""
+    local, whole = plan.num_microbatches * plan.microbatch_size, -1  # that of all replicas
+    if plan.num_devices == 1:  # a local batch goes through at once, and gradients accumulate up to the whole one
+        local, whole = plan.microbatch_size, local * split.get("data", 1)
     text = f'''from dataclasses import replace
 
 {imports}from torchtitan.trainer import Trainer
@@ -70,7 +73,7 @@ def planned(config: Trainer.Config) -> Trainer.Config:
             pipeline_parallel_microbatch_size={plan.microbatch_size},
             module_fqns_per_model_part=MODULES,
         ),
-        training=replace(config.training, {length}local_batch_size={plan.num_microbatches * plan.microbatch_size}, disable_cuda_graphs=True),
+        training=replace(config.training, {length}local_batch_size={local}, global_batch_size={whole}, disable_cuda_graphs=True),
         activation_checkpoint={recompute},
     )
 '''

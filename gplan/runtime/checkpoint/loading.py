@@ -129,7 +129,7 @@ def _check_origin(saved: CheckpointReader, state: RankState, *, digest: str) -> 
         _check_precision(saved, state)
         raise FileError(
             f"{saved.path} is of a model with digest {header['digest']}, this one has {digest}; build the model "
-            "with the settings, and profile it with the --precision, that it was trained with, or use a checkpoint of this model"
+            "with the settings, and make its profile with the --precision, of that training, or use a checkpoint of this model"
         )
     for what, was, now in (
         ("optimizers", header["optimizers"], class_names(state.optimizers)),

@@ -70,11 +70,11 @@ def pipeline_link(
 ) -> Link:
     """The link between stages, with the collectives of a stage's replicas once a step, of so many bytes each.
 
+    Where any two stages that follow each other are on two nodes, all transfers are priced as between nodes.
     `hidden` is the share of the replicas' collectives that the last backward and the first forward of a step hide.
     """
     num_replicas, ((_, apart),) = widths.replicas, widths.placed("pp")
-    is_near = apart < hardware.devices_per_node or widths.devices <= hardware.devices_per_node
-    link = hardware.link if is_near else hardware.network
+    link = hardware.link if apart * widths.pipeline <= hardware.devices_per_node else hardware.network
     if num_replicas < 2:
         return link
     collectives = []

@@ -260,7 +260,7 @@ class LayerKernels:
         return int(ELEMENT * self.tokens * width) // (self.widths.tensor if self.trainer.divides_sequence else 1)
 
     @property
-    def _key_bytes(self) -> tuple[int, int]:
+    def _key_value_bytes(self) -> tuple[int, int]:
         """Of the keys and of their values on a rank, which has one head at least."""
         model, heads = self.decoder, max(self.decoder.kv_heads, self.widths.tensor)
         return self._bytes(heads * model.key_width // model.kv_heads), self._bytes(heads * model.value_head)
@@ -528,7 +528,7 @@ class LayerKernels:
         Tensor ranks beyond the heads of keys gather the result of all, and take a head that others have too (attention.py).
         """
         model = self.decoder
-        query, (keys, values) = self._bytes(model.query_width), self._key_bytes
+        query, (keys, values) = self._bytes(model.query_width), self._key_value_bytes
         gathered = ELEMENT * self.tokens * model.attention_matrices[0][1]
         gather = Kernel(
             forward=_moved("pointwise", 2 * gathered), backward=_moved("pointwise", 4 * gathered),
@@ -647,7 +647,7 @@ class LayerKernels:
         heads = model.num_attention_heads // split
         kv_heads = max(1, self.decoder.kv_heads // split)
         query, value = self._bytes(model.query_width), self._bytes(model.value_width)
-        keys, values = (query, value) if model.kv_lora_rank else self._key_bytes
+        keys, values = (query, value) if model.kv_lora_rank else self._key_value_bytes
         sums = 4 * self.tokens * heads
         ring = self.widths.context  # chunks of keys and values, which go round the ranks that divide the sequence
         sequence = self.widths.sequence_length // ring

@@ -54,7 +54,7 @@ _LAYER_KINDS = {  # other names in layer_types
 _NO_EFFECT = re.compile(  # on the weights of layers and their work
     r"_.*|architectures|auto_map|(torch_)?dtype|(transformers|unsloth|adapter_transformers)_version|model_type|name_or_path|"
     r"(bos|eos|pad|sep|cls|mask|unk|eod|im_start|im_end|image|video|audio|boi|eoi|decoder_start)_token(_id|_ids|_index)?|"
-    r"[a-z_]*_token_(id|index)|(id2label|label2id|problem_type|finetuning_task|task_specific_params|return_dict)|"
+    r"[a-z_]*_token_(id|index)|(pad|mask_init|(im|text|image|video|audio)_(start|end))_id|(id2label|label2id|problem_type|finetuning_task|task_specific_params|return_dict)|"
     r"use_cache|use_return_dict|is_(encoder_decoder|decoder)|output_(attentions|hidden_states|router_logits)|torchscript|"
     r"(hidden|mlp_hidden|ffn)_act|hidden_activation|activation_function|pretraining_tp|tp_plan|ep_size|cache_implementation|"
     r"chunk_size_feed_forward|tokenizer_class|prefix|use_flash_attn|use_bfloat16|fp32_[a-z_]*|attn_implementation|gradient_checkpointing|"
@@ -183,10 +183,13 @@ def _per_layer(given: Mapping[str, Any], family: Mapping[str, Any], flat: Mappin
     written = {str(x).lstrip("0") or "0": y for x, y in dict(flat.get("per_layer_config") or {}).items()}
     own = {**({} if written else family.get("defaults", {})), **{x: y for x, y in flat.items() if y is not None}}
     by_kind, kinds, found = family.get("by_kind"), given.get("layer_types", ()), list[dict[str, Any]]()
-    for i in range(min(MOST_LAYERS, given.get("num_hidden_layers", 0))):
+    count, kinds = given.get("num_hidden_layers"), kinds if isinstance(kinds, list) else ()
+    for i in range(min(MOST_LAYERS, count) if isinstance(count, int) else 0):
         of_kind = by_kind.get(str(kinds[i]), {}) if by_kind and kinds[i:] else {}
         named = {x: own.get(y) if isinstance(y, str) else y for x, y in of_kind.items()}
-        listed = {x: own[y][i] for x, y in family.get("lists", {}).items() if y in own and own[y][i:]}
+        listed = {
+            x: own[y][i] for x, y in family.get("lists", {}).items() if isinstance(own.get(y), list) and own[y][i:]
+        }
         found.append({x: y for x, y in {**named, **listed, **written.get(str(i), {})}.items() if y is not None})
     return found if any(found) else []
 

@@ -3,8 +3,8 @@
 A layer that takes more than `LARGEST_SHARE` of the model's work or parameters is divided into its own children, lists
 opened, and each of these above `_LARGEST_PART` again; one of less than `_LEAST_WORK` is too short to be measured in
 parts. Then neighbours within one divided module are joined, the smallest pair first, while they are at most
-`_LARGEST_PART` together or the model has more than `MOST_LAYERS` layers. Nothing depends on where cuts are expected:
-where a j/K of the seconds is done differs by a whole stage between devices. Operations of its own that are too much
+`_LARGEST_PART` together or the model has more than `MOST_LAYERS` layers. Cuts are not predicted here: on another device
+half of the seconds may have passed a whole stage earlier. Operations of its own that are too much
 together, as in a forward without submodules, are cut as with granularity "op".
 
 The work of an operation is what it takes on a device that moves one byte in the time of `_FLOPS_PER_BYTE` FLOPs. It
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -66,9 +66,8 @@ def divided(traced: Trace, model: nn.Module) -> tuple[str, ...]:
 
     def owner_of(path: str) -> str:
         """The innermost divided module around a unit; "" for a layer of the author's."""
-        while (path := path.rpartition(".")[0]) and path not in found:
-            pass
-        return path
+        around = accumulate(path.split(".")[:-1], "{}.{}".format)
+        return max((x for x in around if x in found), key=len, default="")
 
     modules = {path: x for path, x in model.named_modules() if path}
     with_parts = {x for x, y in modules.items() if any(z.dim() > 1 for part in y.children() for z in part.parameters())}

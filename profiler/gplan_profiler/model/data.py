@@ -126,7 +126,7 @@ def find_loss_reduction(file: ModelFile, batch_size: int, *, device: str = "cpu"
             if file.loss_reduction is None:
                 for batch in batches:
                     _check_reduction(file, *batch, batch_size, found)
-            joined = combined(parts, batch_size)[found]
+            joined = _combined(parts, batch_size)[found]
             is_same = abs(joined - whole) <= _ROUNDINGS * numbers.epsilon * abs(whole)
             is_random = not is_same and float(file.loss(call_model(file, inputs), target)) != whole
             return LossFacts(
@@ -178,10 +178,10 @@ def loss_tolerance(loss: Tensor) -> float:
 
 def fitting_reductions(whole: float, parts: list[float], batch_size: int, *, tolerance: float) -> list[LossReduction]:
     """How the losses of the two parts of a batch can combine to that of the batch."""
-    return [x for x, y in combined(parts, batch_size).items() if abs(y - whole) <= tolerance * abs(whole) + 1e-6]
+    return [x for x, y in _combined(parts, batch_size).items() if abs(y - whole) <= tolerance * abs(whole) + 1e-6]
 
 
-def combined(parts: list[float], batch_size: int) -> dict[LossReduction, float]:
+def _combined(parts: list[float], batch_size: int) -> dict[LossReduction, float]:
     """The loss of a batch from those of its two parts."""
     share = (batch_size // 2) / batch_size
     return {"mean": share * parts[0] + (1 - share) * parts[1], "sum": sum(parts)}

@@ -64,7 +64,7 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
             itself = sys.modules.get(path.stem)  # what an import of the file's name found
             is_used = any(x is itself for x in vars(module).values())
             if is_used and getattr(itself, "__file__", None) == str(path.resolve()):
-                raise ModelError(f"{place} imports {path.stem}, which is the file itself: give the file another name")
+                raise _imports_itself(path)
         elif path.exists():
             raise ModelError(
                 f"{place} is not a Python file; expected model.py, model.py:NAME or package.module:NAME (a plan that gplan layout "
@@ -76,6 +76,8 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
     except ModelError:
         raise
     except ModuleNotFoundError as error:
+        if path.suffix == ".py" and (error.name or "").startswith(f"{path.stem}."):
+            raise _imports_itself(path) from error
         if error.name == place.split(".")[0]:
             raise ModelError(f"no module or file is named {place}; expected model.py or package.module:NAME") from error
         package, _, last = place.rpartition(".")
@@ -86,6 +88,8 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
         )
         raise ModelError(f"{place} cannot be imported: {describe(error)}; {remedy}") from error
     except (Exception, SystemExit) as error:
+        if path.suffix == ".py" and isinstance(error, ImportError) and error.name == path.stem:
+            raise _imports_itself(path) from error
         remedy = (
             ""
             if isinstance(error, SyntaxError)
@@ -111,6 +115,10 @@ def locate(reference: str) -> tuple[ModuleType, Any]:
     own = list(dict.fromkeys([*(x for x in callables if x == "model"), *own]))
     candidates = f"; it has {', '.join(own)}: write {place}:{own[0]}" if own else ""
     raise ModelError(f"{reference} has no {wanted}{candidates or '; define a function model()'}")
+
+
+def _imports_itself(path: Path) -> ModelError:
+    return ModelError(f"{path} imports {path.stem}, which is the file itself: give the file another name")
 
 
 def file_digest(reference: str) -> str:

@@ -166,6 +166,19 @@ def test_a_mean_over_what_counts_is_no_sum() -> None:
         check_reduction(loss, output, target, value=value, num_rows=4, expected="sum")
 
 
+def test_a_contrastive_loss_is_neither() -> None:
+    """Its negatives are those of the micro-batch, so the halves have fewer."""
+
+    def clip(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        output, target = (torch.randn(2 + seed % 7, 4, generator=generator) for _ in range(2))
+        value = clip(output, target)
+        check_reduction(clip, output, target, value=value, num_rows=len(output), expected="mean")
+
+
 def test_a_loss_that_counts_its_calls_is_refused() -> None:
     calls = list[int]()
 

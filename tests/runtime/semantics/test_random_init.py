@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,9 +74,24 @@ def test_random_tensors_of_lazy_build(case: Subject, has_weights: bool, tmp_path
         assert all(torch.equal(x, state[name]) for name, x in merged(y for _, y in parts).items())
 
 
-def test_the_seed_is_that_of_the_script() -> None:
+class ReadsItsWeights(nn.Module):
+    """Cannot be built without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.floors = nn.ModuleList(Floor() for _ in range(4))
+        self.scale = 1.0 + abs(float(next(self.parameters()).detach().flatten()[0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for floor in self.floors:
+            x = floor(x) * self.scale
+        return x
+
+
+@pytest.mark.parametrize("build", [drawing_row, ReadsItsWeights])
+def test_the_seed_is_that_of_the_script(build: Any) -> None:
     """Without `seed` it is the one of torch.manual_seed; that of the first rank counts, also for dropout."""
-    case = subject(drawing_row)
+    case = subject(build)
     plan = plan_of(case, 2)
 
     def script() -> tuple[int, dict[str, Tensor]]:
