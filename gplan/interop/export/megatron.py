@@ -31,6 +31,7 @@ from math import gcd
 
 from gplan.core import Plan, Profile
 from gplan.core.errors import UsageError
+from gplan.core.units import counted
 from gplan.interop.export.requirements import Written, computed_widths, skipping_values
 from gplan.interop.receiver_table import RECEIVERS
 from gplan.interop.receivers import DecoderLayers, decoder_of, special_layers
@@ -215,7 +216,7 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> list[
         "the flags of the model stand beside these, such as --hidden-size, --num-attention-heads, --group-query-attention, --swiglu, "
         f"--num-experts or --max-position-embeddings{least}, and those of data and optimizer",
         f"{plan.num_microbatches} micro-batches follow from the batch sizes with data-parallel size {plan.num_replicas}; a pipeline has "
-        f"{plan.num_devices} ranks, times those of tensor and context",
+        f"{counted(plan.num_devices, 'rank')}, times those of tensor and context",
         *["Megatron-LM calls the layout experimental"] * (not is_hybrid),
     ]
     if "DeltaNet" in special and widths["context"] > 1:

@@ -580,5 +580,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
         try:
             found[key] = msgspec.json.decode(value)
         except msgspec.DecodeError as error:
-            raise UsageError(f"--set {text}: expected a key and a number, true or false") from error
+            raise UsageError(
+                f"--set {text}: expected a key and a number, true or false, or a text as in 'model_type=\"llama\"'"
+            ) from error
     return found

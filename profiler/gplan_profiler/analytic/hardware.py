@@ -243,7 +243,8 @@ def described_hardware(content: dict[str, Any], *, name: str, place: str) -> Har
         entry = msgspec.convert(content, _Entry)
     except msgspec.ValidationError as error:
         keys = ", ".join(("like", *_Entry.__struct_fields__))
-        raise FileError(f"{place} does not describe a device: {error}; expected keys are {keys}") from error
+        hosts = "; a file of hosts is for gplan balance --machine" if "host" in content else ""
+        raise FileError(f"{place} does not describe a device: {error}; expected keys are {keys}{hosts}") from error
     _check(entry, place)
     try:
         link = entry.link.link()
