@@ -30,6 +30,9 @@ NCCL_BYTES = 1_000_000_000
 CONTEXT_BYTES = 500_000_000 + NCCL_BYTES
 """The same with CUDA's context, which a measured profile's memory is without; assumed."""
 
+WORKSPACE_BYTES = 32 * 2**20
+"""That PyTorch allocates for cuBLAS once a process and keeps: so much from Hopper on, 8.1 MiB before."""
+
 Allocator = TypeVar("Allocator", bound=CachingAllocator)
 
 _MOST_EXCESS = 2  # times the largest excess of other devices: a device is taken to reserve no more beyond its peak
@@ -83,12 +86,13 @@ def bytes_over(plan: Plan, profile: Profile, limit: int) -> int:
 def device_reserved_bytes(plan: Plan, profile: Profile, devices: Sequence[int] | None = None) -> tuple[int, ...]:
     """[K]: what the allocator of each device, or of some, reserves at most; () where the layers' tensors are not known.
 
-    Beyond the predicted peak of allocated bytes, a device reserves what its replay does beyond that of its tensors.
+    Beyond the predicted peak of allocated bytes, a device reserves what its replay does beyond that of its tensors, and cuBLAS's
+    workspace.
     """
     peaks = plan.device_peak_bytes
     devices = range(len(peaks)) if devices is None else devices
     pairs = zip(devices, replayed(plan, profile, CachingAllocator, devices), strict=False)
-    return tuple(peaks[device] + x.reserved_bytes - x.most_allocated_bytes for device, x in pairs)
+    return tuple(WORKSPACE_BYTES + peaks[device] + x.reserved_bytes - x.most_allocated_bytes for device, x in pairs)
 
 
 def replayed(

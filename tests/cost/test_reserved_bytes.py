@@ -116,6 +116,15 @@ def test_plan_says_what_is_reserved(trainer: Trainer, schedule: str, recompute: 
     assert plan.device_total_bytes == max(plan.reserved_bytes) + CONTEXT_BYTES
 
 
+def test_the_workspace_of_products_is_counted_once_a_process() -> None:
+    """Also on a device with several stages."""
+    profile = computed()
+    plan = balance(profile, num_devices=2, num_microbatches=4, schedule="interleaved-1f1b:2")
+    for device, allocator in enumerate(replayed(plan, profile, CachingAllocator)):
+        excess = plan.reserved_bytes[device] - plan.device_peak_bytes[device]
+        assert excess == allocator.reserved_bytes - allocator.most_allocated_bytes + 32 * MIB
+
+
 def test_limit_counts_reserved_bytes() -> None:
     """A plan whose tensors alone would fit is cut again; without room for any cut the limit is refused."""
     profile = computed()
