@@ -111,8 +111,6 @@ def _switches(plan: Plan, profile: Profile | None) -> list[str]:
     """The flags without which the costs do not hold, and the usual overlap of the replicas' collectives."""
     widths = computed_widths(profile)
     found = ["--bf16"] * (plan.precision.name == "mixed") + ["--sequence-parallel"] * (widths.get("tensor", 1) > 1)
-    if widths:
-        found += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl te"]
     if widths.get("data", 1) * widths.get("context", 1) > 1:
         found += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     if widths.get("expert", 1) > 1:  # the tokens go by all-to-all, and experts multiply theirs together
@@ -219,6 +217,11 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> list[
         f"{counted(plan.num_devices, 'rank')}, times those of tensor and context",
         *["Megatron-LM calls the layout experimental"] * (not is_hybrid),
     ]
+    if widths:
+        notes.append(
+            "the loss is counted as Transformer Engine fuses it: --cross-entropy-loss-fusion --cross-entropy-fusion-impl te; newer "
+            "versions of Megatron-LM refuse that, and then the last device keeps logits in float32, in twice the bytes"
+        )
     if "DeltaNet" in special and widths["context"] > 1:
         notes.append("gated delta nets with context parallelism need a Megatron-LM after core 0.16")
     if "--overlap-grad-reduce" in _switches(plan, profile):
