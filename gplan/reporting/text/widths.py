@@ -109,7 +109,7 @@ def widths_text(chosen: ChosenWidths) -> Iterator[str]:
         yield f"the best found of {chosen.num_choices} settings: as predicted, no other is more than {percent_text(chosen.gap)} faster{longer}"
     if any(x.step_s < best.step_s and x.choice.num_chunks > best.choice.num_chunks for x in chosen.planned):
         yield "of those nearly as fast as the fastest, the first has the fewest stages a device"
-    yield "the best of each set of widths: its step, and what tensors take on the fullest device"
+    yield "the best found of each set of widths, of which the first are searched most: its step, and what tensors take on the fullest device"
     for place, one in enumerate(every, 1):
         if one.peak_bytes is None:
             if every[place - 2].peak_bytes is not None:
