@@ -64,9 +64,7 @@ class PlanRequest:
     memory_bytes: int | None = None  # of each device; None: that of the profile's device, or of the machine's
     minimize: str = "step-time"  # or "max-stage"
     constraints: Constraints = field(default_factory=Constraints)
-    machine: Machine | None = (
-        None  # devices and links; with `total_devices` hosts that are alike; None: all as profiled
-    )
+    machine: Machine | None = None  # with `total_devices`, hosts that are alike; None: all devices as profiled
     allows: Callable[[PipelineSetting], bool] = any_setting  # which settings a search may choose: a receiver's rules
     solver: str = "auto"  # "auto", "dp", "milp", "cbc"
     time_limit_s: float | None = None  # None: 10 s; 18 s for a search, 20 s on a machine, 60 s for a MILP

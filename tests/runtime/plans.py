@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +58,16 @@ def plan_for(
     num_microbatches: int = 4,
     microbatch_size: int = 2,
     granularity: Granularity = "layer",
+    is_measured: bool = True,
     **options: Any,
 ) -> Plan:
-    """A plan from a profile of as few samples as possible."""
-    profile = profile_for(file, microbatch_size, granularity)
+    """A plan from a profile of as few samples as possible, or from one that is not measured."""
+    profile = (profile_for if is_measured else unmeasured)(file, microbatch_size, granularity)
     return gplan.balance(profile, num_devices=num_devices, num_microbatches=num_microbatches, **options)
 
 
-def unmeasured_plan(
-    file: ModelFile,
-    *,
-    num_devices: int,
-    num_microbatches: int = 4,
-    microbatch_size: int = 2,
-    granularity: Granularity = "layer",
-    **options: Any,
-) -> Plan:
-    """A plan for training alone: all layers take equally long, and nothing takes memory."""
-    profile = unmeasured(file, microbatch_size, granularity)
-    return gplan.balance(profile, num_devices=num_devices, num_microbatches=num_microbatches, **options)
+unmeasured_plan = partial(plan_for, is_measured=False)
+"""A plan for training alone: all layers take equally long, and nothing takes memory."""
 
 
 def unmeasured(file: ModelFile, microbatch_size: int, granularity: Granularity = "layer") -> Profile:

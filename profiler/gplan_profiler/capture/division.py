@@ -4,8 +4,8 @@ A layer that takes more than `LARGEST_SHARE` of the model's work or parameters i
 opened, and each of these above `_LARGEST_PART` again; one of less than `_LEAST_WORK` is too short to be measured in
 parts. Then neighbours within one divided module are joined, the smallest pair first, while they are at most
 `_LARGEST_PART` together or the model has more than `MOST_LAYERS` layers. Cuts are not predicted here: on another device
-half of the seconds may have passed a whole stage earlier. Operations of its own that are too much
-together, as in a forward without submodules, are cut as with granularity "op".
+half of the seconds may have passed a whole stage earlier. Operations of its own that are too much together, as in a
+forward without submodules, are cut as with granularity "op".
 
 The work of an operation is what it takes on a device that moves one byte in the time of `_FLOPS_PER_BYTE` FLOPs. It
 decides only what is divided: the layers are measured afterwards. The answer is a tuple of module paths: "blocks.3" has
