@@ -26,7 +26,7 @@ VERBS = {
     "cluster": ("", "measure hosts and their links -> cluster.toml"),
     "show": ("FILE", "print any of these files as tables"),
     "export": ("--to FORMAT", "write the plan in the format of another trainer"),
-    "layout": ("CONFIG --pp N", "from a published model's sizes to a trainer's layout"),
+    "layout": ("CONFIG --gpus N", "split a language model over a machine, by its sizes"),
     "import-plan": ("LAYOUT", "price another trainer's layout beside the best one"),
     "import-trace": ("TRACE...", "measure a pipeline by its torch.profiler traces"),
 }
