@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import handwritten_models as handwritten
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -396,71 +397,20 @@ varied("llama, hidden states returned", "Llama", {**GROUPED, "output_hidden_stat
 
 # Beyond libraries
 
-
-class Recurrent(nn.Module):
-    """Two LSTMs over time, called with packed states, and a head on the last step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(3))
-        self.head = nn.Linear(16, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            y, _ = layer(x)
-            x = x + y
-        return self.head(x)  # type: ignore[no-any-return]
-
-
-class ComplexActivations(nn.Module):
-    """Complex numbers pass from layer to layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8, dtype=torch.cfloat) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.complex(x, x.flip(-1))
-        for layer in self.layers:
-            z = layer(z)
-            z = z / (1 + z.abs())
-        return z.abs()
-
-
-class Sparse(nn.Module):
-    """Embeddings with sparse gradients, a bag of them, and linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(VOCABULARY, 16, sparse=True)
-        self.bag = nn.EmbeddingBag(VOCABULARY, 16, mode="sum", sparse=True)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens).mean(1) + self.bag(tokens)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-class Siamese(nn.Module):
-    """One encoder called for two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.head((self.encoder(a) - self.encoder(b)).abs())  # type: ignore[no-any-return]
-
-
 for name, build, inputs in (
-    ("LSTM over time", Recurrent, TOKENS),
-    ("complex activations", ComplexActivations, VECTORS),
-    ("sparse embeddings", Sparse, TOKENS),
-    ("one encoder, two inputs", Siamese, several(VECTORS, VECTORS)),
+    ("modded-nanogpt", handwritten.CastHead, TOKENS),
+    ("diffusion U-Net", handwritten.DiffusionUnet, several(floats(3, 16, 16), integers(most=1000))),
+    ("masked autoencoder", handwritten.MaskedAutoencoder, floats(3, 16, 16)),
+    ("DETR", handwritten.Detr, floats(3, 16, 16)),
+    ("selective scan in a loop", handwritten.SelectiveScan, TOKENS),
+    ("graph attention", handwritten.GraphAttention, several(floats(16, 32), integers(16, 16, most=2, least=0))),
+    ("WaveNet", handwritten.WaveNet, floats(16, 32)),
+    ("Fourier neural operator", handwritten.FourierOperator, floats(16, 32)),
+    ("NeRF", handwritten.Nerf, floats(3)),
+    ("DLRM", handwritten.Dlrm, several(VECTORS, integers(4, 3, most=50))),
+    ("LSTM over time", handwritten.Recurrent, TOKENS),
+    ("complex activations", handwritten.ComplexActivations, VECTORS),
+    ("sparse embeddings", handwritten.Sparse, TOKENS),
+    ("one encoder, two inputs", handwritten.Siamese, several(VECTORS, VECTORS)),
 ):  # fmt: skip
     define(name, "beyond libraries", build, inputs)
