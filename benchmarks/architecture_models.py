@@ -400,13 +400,8 @@ varied("llama, hidden states returned", "Llama", {**GROUPED, "output_hidden_stat
 for name, build, inputs in (
     ("modded-nanogpt", handwritten.CastHead, TOKENS),
     ("diffusion U-Net", handwritten.DiffusionUnet, several(floats(3, 16, 16), integers(most=1000))),
-    ("masked autoencoder", handwritten.MaskedAutoencoder, floats(3, 16, 16)),
-    ("DETR", handwritten.Detr, floats(3, 16, 16)),
-    ("selective scan in a loop", handwritten.SelectiveScan, TOKENS),
-    ("graph attention", handwritten.GraphAttention, several(floats(16, 32), integers(16, 16, most=2, least=0))),
     ("WaveNet", handwritten.WaveNet, floats(16, 32)),
     ("Fourier neural operator", handwritten.FourierOperator, floats(16, 32)),
-    ("NeRF", handwritten.Nerf, floats(3)),
     ("DLRM", handwritten.Dlrm, several(VECTORS, integers(4, 3, most=50))),
     ("LSTM over time", handwritten.Recurrent, TOKENS),
     ("complex activations", handwritten.ComplexActivations, VECTORS),

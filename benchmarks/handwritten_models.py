@@ -1,8 +1,8 @@
 """Small models in the manner of code that people write by hand, for benchmarks/architecture_models.py.
 
-Each follows the published architecture that its first line names, and has a habit of such code that the library's models do
-not have: a head that is a cast of the embedding, skips in a list, an order of patches by an index, outputs in a dict, a
-scan in a loop, weights with a parametrization, complex weights, sparse gradients.
+Each has a habit of such code that the library's models do not
+have: a head that is a cast of the embedding, skips in a list, weights with a parametrization, complex weights and
+activations, embedding bags, sparse gradients, one encoder for two inputs.
 """
 
 from __future__ import annotations
@@ -12,21 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDTH, VOCABULARY, LENGTH = 32, 96, 16
-
-
-class Block(nn.Module):
-    """A transformer's block with norms before, full attention and one projection for queries, keys and values."""
-
-    def __init__(self, heads: int = 2) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.heads = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), heads
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
 
 
 class CastHead(nn.Module):
@@ -78,91 +63,6 @@ class DiffusionUnet(nn.Module):
         return self.out(h)
 
 
-class MaskedAutoencoder(nn.Module):
-    """MAE: a share of the patches is kept by a fixed order; mask tokens in the decoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch, self.mask, self.out = (
-            nn.Linear(48, WIDTH),
-            nn.Parameter(torch.zeros(1, 1, WIDTH)),
-            nn.Linear(WIDTH, 48),
-        )
-        self.encoder, self.decoder = (nn.Sequential(Block(), Block()) for _ in range(2))
-        self.register_buffer("order", torch.randperm(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.encoder(self.patch(F.unfold(x, 4, stride=4).transpose(1, 2))[:, self.order[:8]])
-        return self.out(self.decoder(torch.cat([x, self.mask.expand(len(x), 8, -1)], 1)[:, self.order.argsort()]))
-
-
-class Detr(nn.Module):
-    """DETR: a convolutional backbone with batch norm, an encoder, learned queries, two heads in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(
-            nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Conv2d(16, WIDTH, 3, 2, 1)
-        )
-        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, 64, dropout=0.0, batch_first=True)
-        self.query, self.row, self.column = (nn.Parameter(torch.rand(x)) for x in ((5, WIDTH), (4, 16), (4, 16)))
-        self.classes, self.boxes = nn.Linear(WIDTH, 7), nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.backbone(x).flatten(2).transpose(1, 2)
-        place = torch.cat([self.column[None].repeat(4, 1, 1), self.row[:, None].repeat(1, 4, 1)], -1).flatten(0, 1)
-        h = self.transformer(h + place, self.query[None].expand(len(x), -1, -1))
-        return {"pred_logits": self.classes(h), "pred_boxes": self.boxes(h).sigmoid()}
-
-
-class SelectiveScan(nn.Module):
-    """mamba-minimal: a loop over the sequence, with a decay that is the exponential of a weight, and a tied head."""
-
-    class Layer(nn.Module):
-        """One mixer."""
-
-        def __init__(self, states: int = 4) -> None:
-            super().__init__()
-            self.norm, self.inp, self.out = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
-            self.params, self.states = nn.Linear(WIDTH, 1 + 2 * states), states
-            self.a_log, self.d = nn.Parameter(torch.zeros(WIDTH, states)), nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, u: Tensor) -> Tensor:
-            x, z = self.inp(self.norm(u)).chunk(2, -1)
-            x = F.silu(self.conv(x.transpose(1, 2))[..., : u.shape[1]].transpose(1, 2))
-            dt, b, c = self.params(x).split([1, self.states, self.states], -1)
-            dt, a = F.softplus(dt), -self.a_log.float().exp()
-            h, found = x.new_zeros(len(x), WIDTH, self.states), []
-            for t in range(u.shape[1]):
-                h = torch.exp(dt[:, t, :, None] * a) * h + (dt[:, t] * x[:, t])[..., None] * b[:, t, None]
-                found.append(torch.einsum("bds,bs->bd", h, c[:, t]))
-            return u + self.out((torch.stack(found, 1) + x * self.d) * F.silu(z))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.RMSNorm(WIDTH)
-        self.layers = nn.Sequential(*(self.Layer() for _ in range(3)))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.norm(self.layers(self.embedding(tokens))) @ self.embedding.weight.t()
-
-
-class GraphAttention(nn.Module):
-    """GAT: attention over a padded adjacency, one graph a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-        for layer in self.layers:
-            h = layer(x)
-            scores = F.leaky_relu(h @ h.transpose(1, 2)).masked_fill(adjacency == 0, -1e9)
-            x = x + F.elu(scores.softmax(-1) @ h)
-        return self.head(x.amax(1))
-
-
 class WaveNet(nn.Module):
     """WaveNet: dilated causal convolutions with weight norm, gated, skips summed at the end."""
 
@@ -198,21 +98,6 @@ class FourierOperator(nn.Module):
             spectrum = torch.einsum("bim,iom->bom", torch.fft.rfft(x)[..., :5], weight)
             x = F.gelu(torch.fft.irfft(F.pad(spectrum, (0, 4)), n=LENGTH) + local(x))
         return self.out(x.transpose(1, 2))
-
-
-class Nerf(nn.Module):
-    """NeRF: frequencies of positions, a skip into the middle, two outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(48 if i == 0 else 80 if i == 3 else WIDTH, WIDTH) for i in range(6))
-        self.density, self.colour = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = code = torch.cat([f(2.0**i * x) for i in range(8) for f in (torch.sin, torch.cos)], -1)
-        for i, layer in enumerate(self.layers):
-            h = F.relu(layer(torch.cat([h, code], -1) if i == 3 else h))
-        return F.softplus(self.density(h)), self.colour(h).sigmoid()
 
 
 class Dlrm(nn.Module):

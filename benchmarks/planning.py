@@ -1,16 +1,13 @@
-"""How long plans take to find and to prove: published optima, graphs, long chains; and published rules.
+"""How long plans take to find and to prove: published optima, graphs, long chains.
 
     python benchmarks/planning.py                        about three minutes
-    python benchmarks/planning.py --parts chains rules  some of it; the other tables stay as they are
+    python benchmarks/planning.py --parts chains        some of it; the other tables stay as they are
 
 - published: every row of reference.csv (data/README.md there) by the dynamic program and by the mixed-integer program,
   60 s each; an optimum counts as found if it is within 1e-9, INFEASIBLE included;
 - graphs: the published profiles, and the examples by single operations computed for an H100, K = 2, 4, 8, the default
   objective (the step of GPipe with M = 4 K) and 1F1B;
-- chains: made-up chains, with and without transfers and a memory limit that binds;
-- rules: the largest stage that published rules leave over the smallest possible, which gplan finds and proves, for the
-  published profiles as chains of their layers' seconds without transfers and memory. "no plan": the rule leaves a stage
-  empty, or needs parameter counts, which only PipeDream's profiles have.
+- chains: made-up chains, with and without transfers and a memory limit that binds.
 
 The published data are looked for in the folder that GPLAN_REFERENCE_DATA names, by default ../shared/data beside the
 project. One thread; seconds are of one run, as they came.
@@ -23,21 +20,12 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import datetime, timezone
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from partition_rules import RULES
-from planning_cases import (
-    UNITS_S,
-    chain_profile,
-    made_layer,
-    made_profile,
-    published_profile,
-)
+from planning_cases import chain_profile, published_profile
 from published import Answer, read_graph, solve
 from published.solving import Solver
 from suite import DATA, example, markdown, options_of, write_report
@@ -45,14 +33,12 @@ from suite import DATA, example, markdown, options_of, write_report
 import gplan
 from gplan.core import Plan, Profile
 from gplan.core.errors import GplanError
-from gplan.core.machine import FREE_LINK
 from gplan.graph.down_sets import down_sets
 from gplan.graph.layer_graph import LayerGraph
 
 PEERS = DATA / "peers"
 SOLVERS: tuple[Solver, ...] = ("dp", "milp")
 EXAMPLES = ("transformer_lm", "unet", "resnet", "gpt2_hf", "bert_hf", "llama_hf", "t5_hf", "amoebanet_d")
-STAGES = (2, 4, 8, 16)  # of the rules
 
 Row = dict[str, Any]
 
@@ -143,45 +129,7 @@ def chains() -> Iterator[Row]:
             }
 
 
-def rules() -> Iterator[Row]:
-    """The largest stage by published rules over the smallest possible; then for each K means and worst."""
-    found = []
-    for path in published_files():
-        graph = read_graph(path)
-        unit_s, counts = UNITS_S[graph.unit], [x // 4 for x in graph.parameter_bytes] or [0] * graph.num_layers
-        made = {i: made_layer(str(i), forward_s=graph.compute[i] * unit_s / 3) for i in graph.running_order}
-        chain = made_profile(path.name, [replace(x, num_parameters=counts[i]) for i, x in made.items()], FREE_LINK)
-        costs = [x.costs[0].forward.median_s + x.costs[0].backward.median_s for x in chain.layers]
-        for num_stages in STAGES:
-            plan = gplan.balance(chain, num_devices=num_stages, num_microbatches=1, minimize="max-stage")
-            assert plan.proof.is_proven
-            row: Row = {"profile": path.name, "layers": len(costs), "k": num_stages}
-            for name, rule in RULES.items():
-                try:
-                    cuts = rule(costs, num_parameters=[x.num_parameters for x in chain.layers], num_stages=num_stages)
-                    row[name] = largest_s(costs, cuts) / largest_s(costs, plan.cuts)
-                except GplanError:  # the rule leaves a stage empty, or needs parameters that the file does not have
-                    row[name] = np.nan
-            found.append(row)
-    table = pd.DataFrame(found)
-    for num_stages, part in table.groupby("k"):
-        for name, figure in (("geometric mean", lambda x: np.exp(np.log(x).mean())), ("worst", max), ("plans", len)):
-            row = {"profile": name, "layers": "", "k": num_stages}
-            found.append(row | {rule: figure(part[rule].dropna()) for rule in RULES})
-    for row in found:
-        cells = {name: row[name] if row["profile"] == "plans" else f"{row[name]:.3f}" for name in RULES}
-        yield row | {name: "no plan" if x == "nan" else x for name, x in cells.items()}
-
-
-def largest_s(costs: list[float], cuts: tuple[int, ...]) -> float:
-    """Of the stages between these cuts."""
-    return max(sum(costs[i:j]) for i, j in pairwise((0, *cuts, len(costs))))
-
-
-PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    "published": published, "graphs": graphs, "chains": chains,
-    "rules": rules,
-}  # fmt: skip
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {"published": published, "graphs": graphs, "chains": chains}
 
 
 def timed_plan(profile: Profile, **asked: Any) -> tuple[Plan | str, float]:

@@ -16,10 +16,11 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -29,15 +30,13 @@ from gplan.core import Plan, Profile
 from gplan.interop.export.exporters import export
 from gplan.interop.export.megatron import layout_of
 from gplan.interop.layouts import read_layout
-from gplan.interop.planning import ForReceiver
+from gplan.interop.planning import ForReceiver, import_plan
 from gplan.interop.receiver_table import RECEIVERS
 from gplan.interop.receivers import decoder_of
 from gplan.strategy_search.planner import balance
-from gplan_profiler.analytic.decoder_config import Widths, load_decoder
-from gplan_profiler.analytic.decoder_profile import DecoderProfile
-from gplan_profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.decoder_config import Widths
 from receivers import own_code
-from receivers.published_layouts import PUBLISHED, Published
+from receivers.published_layouts import PUBLISHED, Published, computed_profile
 from receivers.random_plans import random_plans
 
 
@@ -90,10 +89,7 @@ def _is_read_back(receiver: str, plan: Plan) -> bool:
 
 @cache
 def _profile(num_layers: int) -> Profile:
-    settings = {"num_hidden_layers": num_layers - 2}
-    return DecoderProfile(
-        name="llama3-8b", decoder=load_decoder("llama3-8b", settings), widths=Widths(), hardware=load_hardware("h100")
-    ).profile((1,))
+    return computed_profile("llama3-8b", Widths(), {"num_hidden_layers": num_layers - 2})
 
 
 def _run(receiver: str) -> str:
@@ -115,53 +111,23 @@ def _run(receiver: str) -> str:
     return f"{len(plain)} steps on {where}; losses differ from the plain model's by {worst:.1g}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """A published layout beside gplan's."""
-
-    model: str
-    source: str
-    num_devices: int
-    num_chunks: int
-    layout: str
-    own_layout: str
-    step_s: float
-    own_step_s: float
-    bound_s: float
-    peak_gib: float
-    own_peak_gib: float
-
-
-def compared(published: Published, *, time_limit_s: float) -> Compared:
-    """Both layouts priced on the same profile."""
-    plan = published.priced(time_limit_s=time_limit_s)
-    chunks = plan.num_stages // plan.num_devices
-    rules = ForReceiver.of("megatron", published.profile)
-    best = balance(
-        published.profile,
-        num_devices=published.num_devices,
-        num_microbatches=published.num_microbatches,
-        schedule=rules.default_schedule(chunks),
-        constraints=rules.constraints,
-        memory_bytes=10**15,
-        time_limit_s=time_limit_s,
-    )
-    return Compared(
-        model=published.model,
-        source=published.source,
-        num_devices=published.num_devices,
-        num_chunks=chunks,
-        layout=published.layout,
-        own_layout=layout_of(best, decoder_of(best.layer_names, "Megatron-LM")),
-        step_s=plan.prediction.step_s,
-        own_step_s=best.prediction.step_s,
-        bound_s=best.proof.lower_bound_s,
-        peak_gib=plan.peak_bytes / 2**30,
-        own_peak_gib=best.peak_bytes / 2**30,
-    )
+def compared(published: Published, *, time_limit_s: float) -> dict[str, Any]:
+    """A published layout beside gplan's, both priced on the same profile without a limit of memory."""
+    profile = published.profile
+    given: dict[str, Any] = {"num_devices": published.num_devices, "num_microbatches": published.num_microbatches}
+    given |= {"memory_bytes": 10**15, "time_limit_s": time_limit_s}
+    plan = import_plan(published.layout, profile, receiver="megatron", **given)
+    chunks, rules = plan.num_stages // plan.num_devices, ForReceiver.of("megatron", profile)
+    best = balance(profile, schedule=rules.default_schedule(chunks), constraints=rules.constraints, **given)
+    return {
+        "model": published.model, "source": published.source, "num_devices": published.num_devices, "num_chunks": chunks,
+        "layout": published.layout, "own_layout": layout_of(best, decoder_of(best.layer_names, "Megatron-LM")),
+        "step_s": plan.prediction.step_s, "own_step_s": best.prediction.step_s, "bound_s": best.proof.lower_bound_s,
+        "peak_gib": plan.peak_bytes / 2**30, "own_peak_gib": best.peak_bytes / 2**30,
+    }  # fmt: skip
 
 
-def report(found: list[Checked], layouts: list[Compared], num_plans: int) -> str:
+def report(found: list[Checked], layouts: list[dict[str, Any]], num_plans: int) -> str:
     """The tables of reports/receivers; what the page has below "What this does not show" is written by hand."""
     heads = ["receiver", "package", "by what", f"equal plans of {num_plans:,}", "read back by gplan", "run"]
     lines = [
@@ -184,31 +150,21 @@ def _cells(x: Checked) -> list[object]:
     return [rules.title, x.version or "-", rules.how, equal, f"{x.num_read_back:,}", x.run or "-"]
 
 
-def _layout_lines(layouts: list[Compared]) -> list[str]:
+def _layout_lines(layouts: list[dict[str, Any]]) -> Iterator[str]:
+    yield """Each layout and gplan's for the same model, widths, schedule and micro-batches, priced by gplan's cost model on the same
+computed profile. Collectives within layers and memory limits are left out, so only differences count; the gap is how far
+below a plan could lie. `gplan layout` makes the one, `gplan import-plan` prices the other.\n"""
     heads = ["", "model", "PP x VPP", "published", "gplan", "step", "gplan's step (gap)", "longer", "largest peak, GiB"]
-
-    def cells(i: int, x: Compared) -> list[object]:
-        published, own = (f"`{layout.replace('|', chr(92) + '|')}`" for layout in (x.layout, x.own_layout))
-        own_step = f"{x.own_step_s:.3f} s ({1 - x.bound_s / x.own_step_s:.1%})"
-        steps = [f"{x.step_s:.3f} s", own_step, f"{x.step_s / x.own_step_s - 1:.1%}"]
-        return [
-            i,
-            x.model,
-            f"{x.num_devices} x {x.num_chunks}",
-            published,
-            own,
-            *steps,
-            f"{x.peak_gib:.1f}, {x.own_peak_gib:.1f}",
-        ]
-
-    return [
-        "Each layout and gplan's for the same model, widths, schedule and micro-batches, priced by gplan's cost model on the same",
-        "computed profile. Collectives within layers and memory limits are left out, so only differences count; the gap is how far",
-        "below a plan could lie. `gplan layout` makes the one, `gplan import-plan` prices the other.\n",
-        *markdown(heads, (cells(i, x) for i, x in enumerate(layouts, 1))),
-        "\nSources, in this order:\n",
-        *(f"{i}. {x.source}" for i, x in enumerate(layouts, 1)),
-    ]
+    cells = []
+    for i, x in enumerate(layouts, 1):
+        published, own = (f"`{x[name].replace('|', chr(92) + '|')}`" for name in ("layout", "own_layout"))
+        own_step = f"{x['own_step_s']:.3f} s ({1 - x['bound_s'] / x['own_step_s']:.1%})"
+        steps = [f"{x['step_s']:.3f} s", own_step, f"{x['step_s'] / x['own_step_s'] - 1:.1%}"]
+        peaks, widths = f"{x['peak_gib']:.1f}, {x['own_peak_gib']:.1f}", f"{x['num_devices']} x {x['num_chunks']}"
+        cells.append([i, x["model"], widths, published, own, *steps, peaks])
+    yield from markdown(heads, cells)
+    yield "\nSources, in this order:\n"
+    yield from (f"{i}. {x['source']}" for i, x in enumerate(layouts, 1))
 
 
 def main() -> None:
@@ -235,13 +191,13 @@ def main() -> None:
     for path in options.merge:
         before = json.loads(path.read_text())
         found += [Checked(**x) for x in before["receivers"] if x["receiver"] not in {y.receiver for y in found}]
-        layouts = layouts or [Compared(**x) for x in before["layouts"]]
+        layouts = layouts or before["layouts"]
     found.sort(key=lambda x: [*RECEIVERS].index(x.receiver))
     options.output.mkdir(parents=True, exist_ok=True)
     page = options.output / "README.md"
     _, heading, limits = (page.read_text() if page.exists() else "").partition("## What this does not show\n")
     page.write_text(report(found, layouts, options.plans) + heading + limits)
-    figures = {"receivers": [asdict(x) for x in found], "layouts": [asdict(x) for x in layouts]}
+    figures = {"receivers": [asdict(x) for x in found], "layouts": layouts}
     (options.output / "receivers.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 

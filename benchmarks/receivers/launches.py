@@ -3,8 +3,9 @@
     pip install 'gplan[receivers]' dacite
     python benchmarks/receivers/launches.py /path/to/Megatron-LM /path/to/nanotron     some minutes; writes reports/receivers/launches.md
 
-nanotron's sections are read by its dataclasses; packages that it imports for GPUs and data are replaced. Each launch is parsed by `add_megatron_arguments` without abbreviations, so that an unknown or misspelt argument fails, and
-every value is compared with the plan's. The layout itself is parsed by Megatron-core in `check.py`.
+Megatron-LM's launches are parsed by `add_megatron_arguments` without abbreviations, so that an unknown or misspelt argument
+fails; nanotron's sections are read by its dataclasses, with packages replaced that it imports for GPUs and data. Every value
+is compared with the plan's. The layout itself is parsed by Megatron-core in `check.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import typing
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,8 @@ from gplan.interop.machine_layout import layout_of
 from gplan.interop.width_search import ChosenWidths
 from gplan_profiler.analytic.decoder_config import ORDER
 
-LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
+Row = tuple[str, str, int, str]
+MEGATRON: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama3-8b", {"num_devices": 4}),
     ("llama3-8b", {"num_devices": 1, "data": 8, "microbatch_size": 2}),
     ("llama3-70b", {"num_devices": 4, "num_chunks": 5, "tensor": 4, "context": 2, "data": 2}),
@@ -44,26 +47,25 @@ LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama3-70b", {"num_devices": 8, "tensor": 4, "data": 2, "order": "tp-cp-ep-pp-dp"}),
     ("deepseek-v3", {"num_devices": 16, "expert": 64, "data": 64, "tensor": 2, "expert_tensor": 1}),
 )
-
-
-NANOTRON_LAUNCHES: tuple[tuple[str, dict[str, Any]], ...] = (
+NANOTRON: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama3-8b", {"num_devices": 4, "tensor": 2, "data": 2}),
     ("llama3-8b", {"num_devices": 1, "data": 8, "microbatch_size": 2}),
     ("llama3-70b", {"num_devices": 8, "tensor": 8, "recompute": "always"}),
 )
 
 
-def parser_of(checkout: Path) -> argparse.ArgumentParser:
-    """Megatron-LM's own."""
+def megatron_problem(text: str, made: ChosenWidths, checkout: Path) -> str:
+    """What Megatron-LM's parser refuses, or the arguments that are not the plan's."""
     typing.override = typing_extensions.override  # type: ignore[attr-defined]  # Python 3.12's, which it imports
-    sys.path.insert(0, str(checkout))
+    if str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))
     from megatron.training.arguments import add_megatron_arguments
 
-    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False))
-
-
-def found_otherwise(parsed: argparse.Namespace, made: ChosenWidths) -> list[str]:
-    """The arguments that are not the plan's."""
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False))
+    try:
+        parsed = parser.parse_args(shlex.split(text.replace("\\\n", " ")))
+    except argparse.ArgumentError as error:
+        return str(error)
     choice, split = made.best.choice, made.best.choice.widths
     expected = {
         "tensor_model_parallel_size": split.tensor, "pipeline_model_parallel_size": split.pipeline,
@@ -75,7 +77,7 @@ def found_otherwise(parsed: argparse.Namespace, made: ChosenWidths) -> list[str]
         "moe_grouped_gemm": split.expert > 1, "use_tp_pp_dp_mapping": split.order != ORDER,
         "recompute_granularity": "full" if choice.recompute == "always" else None,
     }  # fmt: skip
-    return [name for name, value in expected.items() if getattr(parsed, name) != value]
+    return ", ".join(name for name, value in expected.items() if getattr(parsed, name) != value)
 
 
 REPLACED = ("datasets", "flash_attn", "grouped_gemm", "functorch")
@@ -122,6 +124,17 @@ def nanotron_problem(text: str, made: ChosenWidths, checkout: Path) -> str:
     return ", ".join(name for name, (found, planned) in pairs.items() if found != planned)
 
 
+def checked(
+    launches: tuple[tuple[str, dict[str, Any]], ...], receiver: str, checkout: Path, sign: str
+) -> Iterator[Row]:
+    """The model, the setting, how many keys there are, and what its own code found, of each launch."""
+    problem_of = megatron_problem if receiver == "megatron" else nanotron_problem
+    for model, given in launches:
+        made = layout_of(model, receiver=receiver, hardware="h200", time_limit=2.0, memory_bytes=10**13, **given)
+        text = export(made.plan, to=receiver, profile=made.profile).text
+        yield model, str(made.best.choice), text.count(sign), problem_of(text, made, checkout) or "as planned"
+
+
 def version_of(checkout: Path) -> str:
     """The commit of a checkout, in parentheses."""
     command = ["git", "log", "-1", "--format=%h of %as"]
@@ -131,39 +144,17 @@ def version_of(checkout: Path) -> str:
 
 def main() -> None:
     """Parse the launches, and write the table."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("megatron", type=Path)
-    options.add_argument("nanotron", type=Path)
-    given_paths = options.parse_args()
-    checkout, rows, read = given_paths.megatron, [], []
-    for model, given in LAUNCHES:
-        made = layout_of(model, receiver="megatron", hardware="h200", time_limit=2.0, memory_bytes=10**13, **given)
-        text = export(made.plan, to="megatron", profile=made.profile).text
-        words = shlex.split(text.replace("\\\n", " "))
-        try:
-            parsed, problem = parser_of(checkout).parse_args(words), ""
-            problem = ", ".join(found_otherwise(parsed, made))
-        except argparse.ArgumentError as error:
-            problem = str(error)
-        rows.append((model, str(made.best.choice), sum(x.startswith("--") for x in words), problem or "as planned"))
-        print(*rows[-1], sep=" | ", flush=True)
-    for model, given in NANOTRON_LAUNCHES:
-        made = layout_of(model, receiver="nanotron", hardware="h200", time_limit=2.0, memory_bytes=10**13, **given)
-        text = export(made.plan, to="nanotron", profile=made.profile).text
-        problem = nanotron_problem(text, made, given_paths.nanotron)
-        read.append((model, str(made.best.choice), text.count(":"), problem or "as planned"))
-        print(*read[-1], sep=" | ", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("megatron", type=Path)
+    parser.add_argument("nanotron", type=Path)
+    options = parser.parse_args()
     lines = [
-        "# Launches through the code that reads them",
-        "",
-        f"Made by `python benchmarks/receivers/launches.py` with a checkout of NVIDIA/Megatron-LM{version_of(checkout)}: every",
-        "argument is known to its parser, and every value is the plan's.",
-        "",
-        *markdown(("model", "setting", "arguments", "parsed"), rows),
-        "",
-        f"The sections for huggingface/nanotron{version_of(given_paths.nanotron)}, read by its own dataclasses:",
-        "",
-        *markdown(("model", "setting", "keys", "read"), read),
+        "# Launches through the code that reads them\n",
+        f"Made by `python benchmarks/receivers/launches.py` with a checkout of NVIDIA/Megatron-LM{version_of(options.megatron)}: every",
+        "argument is known to its parser, and every value is the plan's.\n",
+        *markdown(("model", "setting", "arguments", "parsed"), checked(MEGATRON, "megatron", options.megatron, "--")),
+        f"\nThe sections for huggingface/nanotron{version_of(options.nanotron)}, read by its own dataclasses:\n",
+        *markdown(("model", "setting", "keys", "read"), checked(NANOTRON, "nanotron", options.nanotron, ":")),
     ]
     (REPORTS / "receivers" / "launches.md").write_text("\n".join(lines) + "\n")
 

@@ -14,9 +14,8 @@ from gplan.interop.receiver_table import RECEIVERS
 from gplan.interop.receivers import indivisible, settings_problem
 from gplan.schedules.registry import make_schedule, num_stages_of
 from gplan.schedules.request import PipelineSetting
-from gplan_profiler.analytic.decoder_config import Widths, load_decoder
-from gplan_profiler.analytic.decoder_profile import DecoderProfile
-from gplan_profiler.analytic.hardware import load_hardware
+from gplan_profiler.analytic.decoder_config import Widths
+from receivers.published_layouts import computed_profile
 
 _SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
 _MOST_BLOCKS, _MOST_DEVICES, _MOST_CHUNKS = 60, 8, 4
@@ -77,9 +76,7 @@ def _takes_prediction(plan: Plan) -> bool:
 
 @cache
 def _template() -> Plan:
-    profile = DecoderProfile(
-        name="llama3-8b", decoder=load_decoder("llama3-8b"), widths=Widths(data=8), hardware=load_hardware("h100")
-    ).profile((1,))
+    profile = computed_profile("llama3-8b", Widths(data=8), {})
     return gplan.balance(profile, num_devices=1, num_microbatches=1, memory_bytes=10**15)
 
 
