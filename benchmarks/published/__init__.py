@@ -18,7 +18,10 @@ __all__ = ["Answer", "PublishedGraph", "read_graph", "solve"]
 
 def read_graph(path: Path) -> PublishedGraph:
     """The graph in a file of dnn-partitioning or PipeDream. Raises FileError with the place in the file."""
-    text = _text(path)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path} cannot be read as text: {error}; expected another planner's profile") from error
     if text.lstrip().startswith("{"):
         graph = dnn_partitioning_graph(text, name=str(path))
     elif " -- " in text.lstrip().partition("\n")[0]:
@@ -30,14 +33,3 @@ def read_graph(path: Path) -> PublishedGraph:
         )
     check_connected(graph, name=str(path))
     return graph
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror}; expected another planner's profile") from error
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"{path} is not text: byte {error.start} is not UTF-8; expected another planner's profile"
-        ) from error

@@ -11,26 +11,27 @@ on a cycle are one layer.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated, TypeAlias
 
 import msgspec
 import networkx as nx
 
 from gplan.core.errors import FileError
-from published.graph import PublishedGraph, check_no_cycle, check_number
+from published.graph import LARGEST, PublishedGraph, check_no_cycle
 
 _COST_TOLERANCE = 1e-6  # that of dnn-partitioning's planner, in the file's unit
+Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=LARGEST)]
 
 
 class _Node(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """A layer or operator of the forward or backward pass, with the field names and units of the file."""
 
     id: int
-    fpga_latency: float
-    size: float  # bytes on the accelerator
+    fpga_latency: Amount
+    size: Amount  # bytes on the accelerator
     is_backward_node: bool | int
     supported_on_fpga: bool | int
     color_class: int | None = None  # None: a class of its own
@@ -47,11 +48,11 @@ class _Edge(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     source_id: int
     dest_id: int
-    cost: float
+    cost: Amount
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    max_size: float = msgspec.field(name="maxSizePerFPGA")
+    max_size: Annotated[float, msgspec.Meta(ge=1, le=LARGEST)] = msgspec.field(name="maxSizePerFPGA")
     nodes: tuple[_Node, ...]
     edges: tuple[_Edge, ...]
 
@@ -59,7 +60,6 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 def dnn_partitioning_graph(text: str, *, name: str) -> PublishedGraph:
     """The graph of the colour classes; `name` is the file's, for errors."""
     file = _parsed(text, name)
-    _check(file, name)
     classes = _ColourClasses(nodes=file.nodes, edges=file.edges)
     return PublishedGraph(
         nodes=tuple(tuple(str(x.id) for x in members) for members in classes.members),
@@ -74,59 +74,36 @@ def dnn_partitioning_graph(text: str, *, name: str) -> PublishedGraph:
 
 
 def _parsed(text: str, name: str) -> _File:
+    """Raises FileError with the place of the first value that cannot be used."""
     try:
-        return msgspec.convert(json.loads(text), _File)
-    except json.JSONDecodeError as error:
-        raise FileError(
-            f"{name} is cut off or is not JSON: {error.msg} in line {error.lineno}, column {error.colno}; expected the "
-            "JSON of dnn-partitioning"
-        ) from error
-    except RecursionError as error:
-        raise FileError(f"{name} is nested too deeply; expected the JSON of dnn-partitioning") from error
-    except msgspec.ValidationError as error:
-        raise FileError(f"{name} is not a profile of dnn-partitioning: {error}") from error
+        file = msgspec.json.decode(text, type=_File)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise FileError(f"{name} is not a profile of dnn-partitioning, or is cut off: {error}") from error
+    if (problem := next(_problems(file), None)) is not None:
+        raise FileError(f"{name}: $.{problem}")
+    text_of = {x.id: f"{x.label} (id {x.id})" for x in file.nodes}
+    check_no_cycle(nx.DiGraph((text_of[x.source_id], text_of[x.dest_id]) for x in file.edges), name=name)
+    return file
 
 
-def _check(file: _File, name: str) -> None:
-    """Raise FileError with the place of the first value that cannot be used."""
-    check_number(file.max_size, place=f"{name}: $.maxSizePerFPGA", least=1.0)
+def _problems(file: _File) -> Iterator[str]:
     first: dict[int, int] = {}
-    for i, node in enumerate(file.nodes):
-        place = f"{name}: $.nodes[{i}]"
-        check_number(node.fpga_latency, place=f"{place}.fpgaLatency")
-        check_number(node.size, place=f"{place}.size")
-        if not node.supported_on_fpga:
-            raise FileError(
-                f"{place}.supportedOnFpga is {node.supported_on_fpga!r}, so {node.label} runs on a CPU only; "
-                "expected nodes that all run on the accelerator"
-            )
-        if first.setdefault(node.id, i) != i:
-            raise FileError(f"{place}.id is {node.id}, as of $.nodes[{first[node.id]}]; expected unique ids")
-    _check_edges(file, name)
-    text = {x.id: f"{x.label} (id {x.id})" for x in file.nodes}
-    check_no_cycle(nx.DiGraph((text[x.source_id], text[x.dest_id]) for x in file.edges), name=name)
-
-
-def _check_edges(file: _File, name: str) -> None:
-    node_of = {x.id: x for x in file.nodes}
     cost_of: dict[int, float] = {}
+    for i, node in enumerate(file.nodes):
+        if not node.supported_on_fpga:
+            yield f"nodes[{i}].supportedOnFpga is 0, so {node.label} runs on a CPU only; expected nodes that all run on the accelerator"
+        if first.setdefault(node.id, i) != i:
+            yield f"nodes[{i}].id is {node.id}, as of $.nodes[{first[node.id]}]; expected unique ids"
     for i, edge in enumerate(file.edges):
-        place = f"{name}: $.edges[{i}]"
-        check_number(edge.cost, place=f"{place}.cost")
         for field, end in (("sourceId", edge.source_id), ("destId", edge.dest_id)):
-            if end not in node_of:
-                raise FileError(f"{place}.{field} is {end}; expected the id of one of the {len(node_of)} nodes")
-        source, reader = node_of[edge.source_id], node_of[edge.dest_id]
-        if abs(cost_of.setdefault(source.id, edge.cost) - edge.cost) > _COST_TOLERANCE:
-            raise FileError(
-                f"{place}.cost is {edge.cost!r} and {cost_of[source.id]!r} on an edge before, both of {source.label}; "
-                "expected one cost for the output of a node"
-            )
+            if end not in first:
+                yield f"edges[{i}].{field} is {end}; expected the id of one of the {len(first)} nodes"
+        before = cost_of.setdefault(edge.source_id, edge.cost)
+        if abs(before - edge.cost) > _COST_TOLERANCE:
+            yield f"edges[{i}].cost is {edge.cost!r} and {before!r} on an edge before; expected one cost for the output of a node"
+        source, reader = (file.nodes[first[x]] for x in (edge.source_id, edge.dest_id))
         if source.is_backward_node and not reader.is_backward_node:
-            raise FileError(
-                f"{place} runs from {source.label} of the backward pass to {reader.label} of the forward pass; expected the "
-                "forward pass to come first"
-            )
+            yield f"edges[{i}] runs from {source.label} of the backward pass to {reader.label} of the forward pass"
 
 
 _Class = tuple[str, int]

@@ -18,7 +18,7 @@ from gplan.core.errors import FileError
 Stages: TypeAlias = tuple[tuple[int, ...], ...]
 Objective: TypeAlias = Literal["device-load", "compute"]
 
-_LARGEST = 1e15  # larger than any time or size; sums of such numbers are still exact integers
+LARGEST = 1e15  # larger than any time or size; sums of such numbers are still exact integers
 _NO_TIME = {"ms": 1e-6, "s": 1e-9}  # a layer of less than this takes no time
 
 
@@ -34,7 +34,6 @@ class PublishedGraph:
     unit: Literal["ms", "s"]
     memory_bytes: int | None  # of each device, where the file states it
     objective: Objective  # of the planner that the format belongs to
-    parameter_bytes: tuple[int, ...] = ()  # [L], where the file states them
 
     @property
     def num_layers(self) -> int:
@@ -94,15 +93,8 @@ def contracted(graph: PublishedGraph) -> PublishedGraph:
         compute=tuple(sum(graph.compute[x] for x in group) for group in groups),
         num_bytes=tuple(sum(graph.num_bytes[x] for x in group) for group in groups),
         shared=shared,
-        parameter_bytes=(),
         precedence=tuple(sorted({(place[a], place[b]) for a, b in graph.precedence if place[a] != place[b]})),
     )
-
-
-def check_number(value: float, *, place: str, least: float = 0.0) -> None:
-    """Raise FileError with the place in the file, such as "x.json: $.nodes[3].size", for what cannot be a cost."""
-    if not least <= value <= _LARGEST:
-        raise FileError(f"{place} is {value!r}; expected a number from {least:g} to {_LARGEST:g}")
 
 
 def check_no_cycle(graph: nx.DiGraph[str], *, name: str) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from gplan.core.errors import FileError
-from published.graph import PublishedGraph, check_no_cycle, check_number
+from published.graph import LARGEST, PublishedGraph, check_no_cycle
 
 _MS_PER_S = 1000.0
 _BYTES_PER_S = 1e9  # the default of --network_bandwidths
@@ -35,7 +35,7 @@ class _Node:
     description: str
     compute_s: float
     activation_bytes: int
-    parameter_bytes: int
+    num_bytes: int  # with the parameters
 
 
 def pipedream_graph(text: str, *, name: str) -> PublishedGraph:
@@ -56,13 +56,12 @@ def pipedream_graph(text: str, *, name: str) -> PublishedGraph:
     return PublishedGraph(
         nodes=tuple((node,) for node in graph),
         compute=tuple(nodes[node].compute_s for node in graph),
-        num_bytes=tuple(nodes[node].activation_bytes + nodes[node].parameter_bytes for node in graph),
+        num_bytes=tuple(nodes[node].num_bytes for node in graph),
         shared=shared,
         precedence=tuple((number[a], number[b]) for a, b in graph.edges),
         unit="s",
         memory_bytes=None,
         objective="compute",
-        parameter_bytes=tuple(nodes[node].parameter_bytes for node in graph),
     )
 
 
@@ -108,18 +107,17 @@ def _node(match: re.Match[str], place: str) -> _Node:
         description=match["description"],
         compute_s=(forward_ms + backward_ms) / _MS_PER_S,
         activation_bytes=round(activation_bytes),
-        parameter_bytes=round(parameter_bytes),
+        num_bytes=round(activation_bytes) + round(parameter_bytes),
     )
 
 
 def _numbers(text: str, place: str) -> Sequence[float]:
     """One number, or several in brackets with semicolons between."""
     inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    parts = inner.split(";") if inner is not text else [text]
     try:
-        values = [float(x) for x in parts]
-    except ValueError as error:
-        raise FileError(f"{place} is {text!r}; expected a number, or several as [1.0; 2.0]") from error
-    for value in values:
-        check_number(value, place=place)
+        values = [float(x) for x in (inner.split(";") if inner is not text else [text])]
+    except ValueError:
+        values = []
+    if not values or not all(0 <= x <= LARGEST for x in values):
+        raise FileError(f"{place} is {text!r}; expected a number from 0 to {LARGEST:g}, or several as [1.0; 2.0]")
     return values

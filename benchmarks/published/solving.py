@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from gplan.core.errors import UsageError
 from gplan.graph.down_sets import down_sets
@@ -52,7 +52,8 @@ def solve(
     objective = objective or graph.objective
     memory_bytes = graph.memory_bytes if memory_bytes is None else memory_bytes
     graph = contracted(graph) if objective == "device-load" else graph
-    plan = _plan(graph, objective, num_devices, memory_bytes, solver, time_limit_s)
+    asked = {"objective": objective, "num_devices": num_devices, "memory_bytes": memory_bytes}
+    plan = _plan(graph, solver, time_limit_s, **asked)
     seconds = time.perf_counter() - started_s
     if plan is None:
         return Answer(value=None, is_proven=True, seconds=seconds, assignment={})
@@ -60,14 +61,7 @@ def solve(
     return Answer(value=plan.value, is_proven=plan.is_proven, seconds=seconds, assignment=device_of)
 
 
-def _plan(
-    graph: PublishedGraph,
-    objective: Objective,
-    num_devices: int,
-    memory_bytes: int | None,
-    solver: Solver,
-    time_limit_s: float,
-) -> Plan | None:
+def _plan(graph: PublishedGraph, solver: Solver, time_limit_s: float, **asked: Any) -> Plan | None:
     downsets = down_sets(LayerGraph(graph.num_layers, graph.precedence), most=MOST_DOWN_SETS)
     if downsets is None and solver == "dp":
         raise UsageError(
@@ -75,21 +69,11 @@ def _plan(
         )
     start: Plan | None = None
     if downsets is not None:
-        deadline_s = time.perf_counter() + time_limit_s
         try:
-            start = best_by_dp(
-                graph, downsets, objective=objective, num_devices=num_devices, memory_bytes=memory_bytes, deadline_s=deadline_s
-            )  # fmt: skip
+            start = best_by_dp(graph, downsets, deadline_s=time.perf_counter() + time_limit_s, **asked)
             if solver != "milp":
                 return start
         except TimeoutError:
             if solver == "dp":
                 raise
-    return best_by_milp(
-        graph,
-        objective=objective,
-        num_devices=num_devices,
-        memory_bytes=memory_bytes,
-        start=start,
-        time_limit_s=time_limit_s,
-    )
+    return best_by_milp(graph, start=start, time_limit_s=time_limit_s, **asked)

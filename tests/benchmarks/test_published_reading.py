@@ -57,12 +57,12 @@ def order(graph: PublishedGraph) -> set[tuple[str, str]]:
         ("", "begins with ''; expected dnn-partitioning's JSON"),
         ("a,b\n1,2\n", "begins with .a,b.*1,2.; expected dnn-partitioning's JSON"),
         ("[1, 2]", "begins with '\\[1, 2\\]'; expected"),
-        (b"\xff\xfe a", "is not text: byte 0"),
-        ('{"format": "gplan.plan/7"}', "is not a profile of dnn-partitioning: .*missing required field"),
-        ('{"maxSizePerFPGA": 1.0, "nodes": [', "is cut off or is not JSON: .* in line 1, column 35; expected the JSON"),
+        (b"\xff\xfe a", "cannot be read as text: .* position 0"),
+        ('{"format": "gplan.plan/7"}', "is not a profile of dnn-partitioning, .*missing required field"),
+        ('{"maxSizePerFPGA": 1.0, "nodes": [', "is cut off: Input data was truncated"),
         ('{"nodes": [], "edges": []}', "missing required field `maxSizePerFPGA`"),
-        ('{"maxSizePerFPGA": 0, "nodes": [], "edges": []}', r"\$.maxSizePerFPGA is 0.0; expected a number from 1 to"),
-        ('{"a":' * 100_000, "is nested too deeply"),
+        ('{"maxSizePerFPGA": 0, "nodes": [], "edges": []}', r"Expected `float` >= 1.0 - at `\$.maxSizePerFPGA`"),
+        ('{"a":' * 100_000, "is not a profile of dnn-partitioning, .*recursion"),
     ],
 )
 def test_file_of_neither_format_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
@@ -73,7 +73,7 @@ def test_file_of_neither_format_is_refused(tmp_path: Path, text: str | bytes, me
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="cannot be read: No such file"):
+    with pytest.raises(FileError, match="cannot be read as text: .*No such file"):
         read_graph(tmp_path / "nothing.json")
 
 
@@ -169,10 +169,10 @@ def _closure(pairs: set[tuple[int, int]]) -> set[tuple[int, int]]:
         ([node(1), node(2)], [edge(1, 2), edge(1, 9)], r"\$.edges\[1\].destId is 9; expected the id of one of the 2 nodes"),
         ([node(1), node(2)], [edge(8, 2)], r"\$.edges\[0\].sourceId is 8; expected the id"),
         ([node(1), node(2), node(3)], [edge(1, 2), edge(1, 3, 2.5)], r"\$.edges\[1\].cost is 2.5 and 2.0 on an edge before"),
-        ([node(1), node(2)], [edge(1, 2, -1.0)], r"\$.edges\[0\].cost is -1.0; expected a number from 0 to 1e\+15"),
-        ([node(1), node(2, fpgaLatency=float("nan"))], [], r"\$.nodes\[1\].fpgaLatency is nan; expected a number"),
-        ([node(1, size=float("inf"))], [], r"\$.nodes\[0\].size is inf; expected a number"),
-        ([node(1, size=10**40)], [], r"\$.nodes\[0\].size is 1e\+40; expected a number"),
+        ([node(1), node(2)], [edge(1, 2, -1.0)], r"Expected `float` >= 0.0 - at `\$.edges\[0\].cost`"),
+        ([node(1), node(2, fpgaLatency=float("nan"))], [], "JSON is malformed"),
+        ([node(1, size=float("inf"))], [], "JSON is malformed"),
+        ([node(1, size=10**40)], [], r"Expected `float` <= 1000000000000000.0 - at `\$.nodes\[0\].size`"),
         ([node(1, size="10")], [], r"Expected `float`, got `str` - at `\$.nodes\[0\].size`"),
         ([{"id": 1}], [], r"missing required field .* - at `\$.nodes\[0\]`"),
         ([node(1, supportedOnFpga=0)], [], r"\$.nodes\[0\].supportedOnFpga is 0, so n1 runs on a CPU only"),
@@ -237,12 +237,15 @@ def test_one_node_needs_no_edge(tmp_path: Path) -> None:
         ((line("i", "Input"),), "has no node that takes part in the plan"),
         ((line("a"), line("b")[:-25], "\ta -- b"), "line 2 is 'b -- Linear.*expected a node, 'node1 -- "),
         ((line("a"), "\ta --"), "line 2 is '\\\\ta --'; expected a node"),
-        ((line("a", forward_compute_time=-1.0),), "line 1: forward_compute_time is -1.0; expected a number from 0"),
-        ((line("a", backward_compute_time="nan"),), "line 1: backward_compute_time is nan; expected a number"),
-        ((line("a", parameter_size="inf"),), "line 1: parameter_size is inf; expected a number"),
+        ((line("a", forward_compute_time=-1.0),), "line 1: forward_compute_time is '-1.0'; expected a number from 0"),
+        ((line("a", backward_compute_time="nan"),), "line 1: backward_compute_time is 'nan'; expected a number"),
+        ((line("a", parameter_size="inf"),), "line 1: parameter_size is 'inf'; expected a number"),
         ((line("a", parameter_size=""),), "line 1: parameter_size is ''; expected a number"),
-        ((line("a", activation_size="[1.0; -2.0]"),), "line 1: activation_size is -2.0; expected a number"),
-        ((line("a", activation_size="[1.0; x]"),), "line 1: activation_size is '\\[1.0; x\\]'; expected a number, or"),
+        (
+            (line("a", activation_size="[1.0; -2.0]"),),
+            "line 1: activation_size is '\\[1.0; -2.0\\]'; expected a number",
+        ),
+        ((line("a", activation_size="[1.0; x]"),), "line 1: activation_size is '\\[1.0; x\\]'; expected a number"),
     ],
 )
 def test_damaged_lines_are_refused_with_their_place(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
