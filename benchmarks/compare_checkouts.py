@@ -6,8 +6,8 @@
 
 Profiles are made once, by the old checkout, and kept as files in --profiles; both checkouts plan the same files. One
 process per checkout and profile makes the plans, and the two take turns case by case, so that their planning times are
-comparable on a host whose speed drifts; ratios are of processor time. A case is one call of `gplan.balance` or
-`gplan.search`, or one `gplan balance` command; the plan of each is also simulated. Where a plan fits without a memory
+comparable on a host whose speed drifts; ratios are of processor time. A case is one call of `gplan.balance`, with or
+without open dials, or one `gplan balance` command; the plan of each is also simulated. Where a plan fits without a memory
 limit, the case is repeated with a limit below its largest device peak, the same number of bytes for both checkouts.
 
 Two proven plans must have equal stages, recomputed layers, devices and peak bytes, and step times, lower bounds, bubbles
@@ -17,7 +17,7 @@ its step time must agree to within the gap of the two plans. The report names ea
 longer is, with its gap. The exit code is 1 where any plan or error differs; plans that are no longer proven do not change it.
 
 Only public functions and the command line are called. Keys of a profile that a checkout does not read are dropped for it;
-`RENAMED` is the place for those that it calls something else, `plan_facts` for attributes of plans that it does.
+`plan_facts` is the place for attributes of plans that it calls something else.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import msgspec
 import pandas as pd
@@ -55,8 +54,6 @@ MEMORY_SHARE = 0.9  # of the largest device peak without a limit
 SELECTED_SHARE = 0.7  # the same where layers to recompute are selected, which fits more
 TOLERANCE = 1e-9  # of seconds, relative, and of bubbles
 STUCK_S = 300.0  # a case that takes longer ends its process
-RENAMED = {"contention": "slow_down", "update_contention": "update_slow_down"}
-"""Keys of profiles that the new checkout calls something else, the old name first."""
 
 MACHINE = """
 [[host]]
@@ -243,16 +240,10 @@ def relative(one: float, other: float) -> float:
 
 
 def for_checkout(profile: Facts, checkout: Path) -> Facts:
-    """A profile of the old checkout in the format that `checkout` reads."""
+    """A profile of the old checkout with the format line that `checkout` reads."""
     text = (checkout / "gplan" / "files" / "json_files.py").read_text()
     (found,) = set(re.findall(r"gplan\.profile/\d+", text))
-    return profile if found == profile["format"] else {**_renamed(profile), "format": found}
-
-
-def _renamed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {RENAMED.get(key, key): _renamed(x) for key, x in value.items()}
-    return [_renamed(x) for x in value] if isinstance(value, list) else value
+    return {**profile, "format": found}
 
 
 def plan_facts(plan: Any, timeline: Any) -> Facts:
@@ -354,23 +345,11 @@ def _answer(path: str, profile: Any, case: Case) -> Outcome:
             plan: Any = gplan.load(Path(folder, "plan.json"))
     else:
         try:
-            plan = _planned(gplan, profile, case)
+            plan = gplan.balance(profile, **dict(case.options))
         except Exception as error:  # also those that are bugs: both checkouts must have the same
             return outcome(error=type(error).__name__, exit_code=getattr(error, "exit_code", 1), text=str(error))
         ended = outcome()
     return replace(ended, plan=plan_facts(plan, gplan.simulate(plan)))
-
-
-def _planned(gplan: Any, profile: Any, case: Case) -> Any:
-    """A search was a function of its own before `gplan.balance` took open dials, and the devices in all had another name."""
-    options = dict(case.options)
-    if case.call == "balance":
-        return gplan.balance(profile, **options)
-    if hasattr(gplan, "search"):
-        return gplan.search(profile, **options)
-    if "most_devices" in options:
-        options["total_devices"] = options.pop("most_devices")
-    return gplan.balance(profile, **({"num_devices": "auto", "schedule": "auto", "recompute": "auto"} | options))
 
 
 def _cpu_s() -> float:
@@ -392,26 +371,18 @@ class Worker:
 
     def answer(self, path: Path, case: Case) -> Outcome:
         """What the checkout makes of a case, with the profile in a file."""
-        assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode((str(path), case)).decode() + "\n")
         return msgspec.json.decode(self._line(), type=Outcome)
 
     def _line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
+        if not (line := self._process.stdout.readline()):
             raise SystemExit("a planning process ended without an answer; its output above has the reason")
         return line
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        assert self._process.stdin is not None
+    def close(self) -> None:
+        """The end of its input ends it."""
         with suppress(BrokenPipeError):
             self._process.stdin.close()
-        if error is not None:
-            self._process.terminate()
         self._process.wait()
 
 
@@ -473,11 +444,12 @@ def cases_of(name: str, profile: Facts, machine: Path, *, quick: bool, is_first:
         yield balance(2, schedule="interleaved-1f1b:4")
     if name in WITH_COMMANDS:
         spaces: tuple[dict[str, Option], ...] = (  # small ones, which are searched to the end
-            {"num_devices": 2, "num_microbatches": "auto", "batch_size": 8, "recompute": "never"},
-            {"num_devices": "auto", "most_devices": 3, "batch_size": 8, "schedule": "1f1b", "recompute": "always"},
+            {"num_devices": 2, "num_microbatches": "auto", "schedule": "auto", "recompute": "never"},
+            {"num_devices": "auto", "total_devices": 3, "schedule": "1f1b", "recompute": "always"},
         )
         for space in spaces:
-            yield Case(profile=name, call="search", options=tuple((space | {"time_limit_s": 20.0}).items()))
+            options = {"batch_size": 8, "time_limit_s": 20.0} | space
+            yield Case(profile=name, call="search", options=tuple(options.items()))
         middle = len(layers) // 2
         for text in (
             "--k 2 --microbatches 8 --solver milp",
@@ -492,7 +464,7 @@ def cases_of(name: str, profile: Facts, machine: Path, *, quick: bool, is_first:
 
 def compare_profile(old: Path, new: Path, paths: list[Path], cases: Iterable[Case], *, steps: bool) -> Iterator[Compared]:  # fmt: skip
     """Each case by both checkouts in turns, the one that begins alternating; then with a memory limit that binds."""
-    with Worker(old) as one, Worker(new) as other:
+    with closing(Worker(old)) as one, closing(Worker(new)) as other:
         workers, is_odd = (one, other), False
 
         def both(case: Case) -> Compared:
