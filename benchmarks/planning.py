@@ -1,7 +1,7 @@
 """How long plans take to find and to prove: published optima, graphs, long chains.
 
     python benchmarks/planning.py                        about three minutes
-    python benchmarks/planning.py --parts chains        some of it; the other tables stay as they are
+    python benchmarks/planning.py --parts chains         some of it; the other tables stay as they are
 
 - published: every row of reference.csv (data/README.md there) by the dynamic program and by the mixed-integer program,
   60 s each; an optimum counts as found if it is within 1e-9, INFEASIBLE included;
@@ -18,23 +18,27 @@ from __future__ import annotations
 import csv
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from planning_cases import chain_profile, published_profile
-from published import Answer, read_graph, solve
+from published import Answer, PublishedGraph, read_graph, solve
 from published.solving import Solver
-from suite import DATA, example, markdown, options_of, write_report
+from suite import DATA, ROOT, example, markdown, options_of, write_report
+
+sys.path.insert(0, str(ROOT))
 
 import gplan
-from gplan.core import Plan, Profile
+from gplan.core import Link, Plan, Profile, Value, ValueCost
 from gplan.core.errors import GplanError
 from gplan.graph.down_sets import down_sets
 from gplan.graph.layer_graph import LayerGraph
+from tests.made import make_profile
 
 PEERS = DATA / "peers"
 SOLVERS: tuple[Solver, ...] = ("dp", "milp")
@@ -89,14 +93,47 @@ def graphs() -> Iterator[Row]:
 def branched() -> Iterator[tuple[str, Profile]]:
     """The published profiles without a memory limit, and the examples' operations."""
     for path in published_files():
-        yield path.name, published_profile(path.name, read_graph(path))
+        yield path.name, published_profile(read_graph(path))
     for name in EXAMPLES:
         yield f"{name}, operations", gplan.profile(example(name), device="meta", hardware="h100", granularity="op")
+
+
+def published_profile(graph: PublishedGraph) -> Profile:
+    """A published graph as a profile: a backward takes twice its forward, values move at 1 GB/s, half of it back."""
+    order, unit_s = graph.running_order, {"ms": 1e-3, "s": 1.0}[graph.unit]
+    place = {layer: i for i, layer in enumerate(order)}
+    after = {(place[a], place[b]) for a, b in graph.precedence}
+    moved: dict[tuple[int, ...], float] = {}
+    for ends, seconds in graph.shared.items():
+        producer, *readers = sorted(place[x] for x in ends)
+        if all((producer, x) in after for x in readers):
+            moved[(producer, *readers)] = seconds * unit_s
+    kept = {(producer, x) for producer, *readers in moved for x in readers}
+    moved |= dict.fromkeys(sorted(after - kept), 0.0)
+    values = []
+    for (producer, *readers), seconds in moved.items():
+        num_bytes = round(seconds / 2 * 1e9)
+        cost = ValueCost(microbatch_size=1, num_bytes=num_bytes, gradient_bytes=num_bytes)
+        values.append(Value(producer=producer, consumers=tuple(readers), costs=(cost,)))
+    made = make_profile([graph.compute[x] * unit_s / 3 for x in order], link=Link(latency_s=0.0, bytes_per_s=1e9))
+    return replace(made, values=tuple(values))
 
 
 def published_files() -> list[Any]:
     """The published profiles of both planners."""
     return sorted([*PEERS.glob("dnn-partitioning/*.json"), *PEERS.glob("pipedream/*.graph.txt")])
+
+
+def chain_profile(num_layers: int, *, has_transfers: bool) -> Profile:
+    """Layers of random cost, weights and activations; a backward takes twice its forward."""
+    draw, drawn = np.random.default_rng(0), list[tuple[float, int, int, int]]()
+    for _ in range(num_layers):
+        forward_s, weights, stash = draw.uniform(1e-3, 6e-3), draw.integers(1, 100), draw.integers(1, 100)
+        output = draw.integers(1, 10) if has_transfers else 0
+        drawn.append((float(forward_s), int(weights) << 20, int(stash) << 20, int(output) << 20))
+    seconds, weights, stashes, outputs = zip(*drawn, strict=True)
+    link = Link(latency_s=1e-5, bytes_per_s=1e10)
+    return make_profile(seconds, weight_bytes=weights, stash_bytes=stashes, output_bytes=outputs, link=link)
 
 
 def chains() -> Iterator[Row]:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import cache
-from itertools import pairwise
 
-import gplan
-from gplan.core import RECOMPUTE_MODES, Plan, Stage
+from gplan.core import RECOMPUTE_MODES, Plan
 from gplan.interop.receiver_table import RECEIVERS
 from gplan.interop.receivers import indivisible, settings_problem
-from gplan.schedules.registry import make_schedule, num_stages_of
 from gplan.schedules.request import PipelineSetting
-from gplan_profiler.analytic.decoder_config import Widths
-from receivers.published_layouts import computed_profile
+from tests.interop.planned import cut
 
 _SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-v")
 _MOST_BLOCKS, _MOST_DEVICES, _MOST_CHUNKS = 60, 8, 4
@@ -74,31 +68,9 @@ def _takes_prediction(plan: Plan) -> bool:
     return stage.on_device > 0 and plan.num_stages - stage.index <= plan.num_devices
 
 
-@cache
-def _template() -> Plan:
-    profile = computed_profile("llama3-8b", Widths(data=8), {})
-    return gplan.balance(profile, num_devices=1, num_microbatches=1, memory_bytes=10**15)
-
-
 def plan_of(names: tuple[str, ...], cuts: list[int], settings: PipelineSetting) -> Plan:
     """A plan of these layers cut at these places, with costs of no interest."""
-    plan, bounds = _template(), [0, *cuts, len(names)]
-    assert len(bounds) == num_stages_of(settings.schedule, settings.num_devices) + 1
-    devices = make_schedule(
-        settings.schedule, num_devices=settings.num_devices, num_microbatches=settings.num_microbatches
-    ).devices
-    stages = tuple(
-        Stage(
-            index=i, first_layer=first, end_layer=end, layer_names=names[first:end], device=devices[i],
-            cost=plan.stages[0].cost, memory=plan.stages[0].memory,
-            layer_forward_s=(1.0,) * (end - first), layer_backward_s=(2.0,) * (end - first),
-        )
-        for i, (first, end) in enumerate(pairwise(bounds))
-    )  # fmt: skip
-    return replace(
-        plan,
-        stages=stages,
-        schedule=settings.schedule,
-        num_microbatches=settings.num_microbatches,
-        recompute=settings.recompute,
-    )
+    kept = {x: getattr(settings, x) for x in ("schedule", "num_microbatches", "recompute")}
+    plan = cut(names, cuts, **kept)
+    assert plan.num_devices == settings.num_devices
+    return plan

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.extend(str(Path(__file__).parents[i]) for i in (1, 2))
 
 import torch
 import torch.distributed as dist
@@ -353,7 +353,6 @@ RECORDED = {
 
 def record(folder: Path) -> None:
     """The sample traces, reduced as `tests/interop/traces` has them."""
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     from tests.interop.traces.make import strip
 
     for name, (receiver, schedule) in RECORDED.items():
