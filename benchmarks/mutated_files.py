@@ -98,17 +98,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", type=int, metavar="INDEX", help="one case, in this process")
     options = parser.parse_args()
-    started_s = time.perf_counter()
+    started_s, outcomes = time.perf_counter(), list[Outcome]()
     with tempfile.TemporaryDirectory() as folder:
         originals = make_originals(Path(folder))
         if options.only is not None:
             os.environ["GPLAN_SHOW_TRACEBACK"] = "1"
             start_worker(Path(folder), originals)
-            outcomes = tried_all(options.seed, range(options.only, options.only + 1))
+            outcomes = tried_all(options.seed, [options.only])
         else:
-            outcomes = list(
-                on_workers(Path(folder), originals, options.seed, options.count, options.checkpoints, options.workers)
-            )
+            indices = [*range(-options.checkpoints, 0), *range(options.count)]
+            batches = [indices[i : i + BATCH] for i in range(0, len(indices), BATCH)]
+            with multiprocessing.get_context("spawn").Pool(options.workers, start_worker, (folder, originals)) as pool:
+                for some in pool.imap_unordered(partial(tried_all, options.seed), batches):
+                    outcomes += some
+                    print(f"\r{len(outcomes)} of {len(indices)}", end="", file=sys.stderr, flush=True)
     text = summary(outcomes, time.perf_counter() - started_s)
     print(text)
     if options.report is not None:
@@ -117,26 +120,6 @@ def main() -> None:
         head = f"# Damaged and hostile files\n\nMade by `{made}`. A failure is a traceback, a command that was run, or other losses"
         (options.report / "README.md").write_text(f"{head} than those of the whole checkpoint.\n\n```\n{text}\n```\n")
     sys.exit(1 if any(x.error for x in outcomes) else 0)
-
-
-def on_workers(
-    folder: Path, originals: Json, seed: int, count: int, num_checkpoints: int, num_workers: int
-) -> Iterator[Outcome]:
-    """The outcomes of all cases, in any order, with progress on standard error."""
-    num_done, num_failed, started_s = 0, 0, time.perf_counter()
-    batches = [range(-i - 1, -min(i + BATCH, num_checkpoints) - 1, -1) for i in range(0, num_checkpoints, BATCH)]
-    batches += [range(i, min(i + BATCH, count)) for i in range(0, count, BATCH)]
-    count += num_checkpoints
-    with multiprocessing.get_context("spawn").Pool(num_workers, start_worker, (folder, originals)) as pool:
-        for outcomes in pool.imap_unordered(partial(tried_all, seed), batches):
-            num_done, failures = num_done + len(outcomes), [x for x in outcomes if x.error]
-            num_failed += len(failures)
-            for failure in failures:
-                print(f"\nfailed: --only {failure.index}: {failure.error[:100]}", file=sys.stderr)
-            yield from outcomes
-            progress = f"{num_done} of {count}, {num_failed} failed, {time.perf_counter() - started_s:.0f} s"
-            print(f"\r{progress} ", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float) -> str:
@@ -260,14 +243,14 @@ class Mutation:
         return text.encode()
 
     def _replace(self, parent: Json, key: Any) -> str:
-        old = parent[key]
-        if isinstance(old, str):
-            likely = [self._new_text] * 4 + [self._new_other]
-        elif isinstance(old, dict | list):
-            likely = [self._new_other]
+        old, is_other = parent[key], self._draw.random() < 0.15
+        if is_other or isinstance(old, dict | list):
+            parent[key], words = self._new_other(old)
+        elif isinstance(old, str):
+            parent[key] = self._draw.choice(TEXTS)
+            words = f"= {parent[key][:30]!r}"
         else:
-            likely = [self._new_number] * 9 + [self._new_other]
-        parent[key], words = self._draw.choice(likely)(old)
+            parent[key], words = self._new_number(old)
         return words
 
     def _new_number(self, old: Json) -> tuple[Json, str]:
@@ -281,18 +264,11 @@ class Mutation:
                 new = int(new)
         return new, f"= {new!r}"
 
-    def _new_text(self, old: Json) -> tuple[Json, str]:
-        new = self._draw.choice(TEXTS)
-        return new, f"= {new[:30]!r}"
-
     def _new_other(self, old: Json) -> tuple[Json, str]:
-        which = self._draw.randrange(12)
-        if which == 0:
+        if self._draw.random() < 0.1:
             depth = self._draw.choice((10, 100, 1000, 100_000))
-            raw, words = self._new_raw("[" * depth + "]" * depth)
-            return raw, f"{words[:12]}, {depth} deep"
-        others = (None, [], {}, str(old)[:30], self._draw.random() < 0.5, self._draw.choice(NUMBERS))
-        new = others[which % len(others)]
+            return self._new_raw("[" * depth + "]" * depth)
+        new = self._draw.choice((None, [], {}, str(old)[:30], True, False, self._draw.choice(NUMBERS)))
         return new, f"= {new!r}"
 
     def _new_raw(self, text: str) -> tuple[Json, str]:
@@ -301,24 +277,19 @@ class Mutation:
 
     def _structure(self, parent: Json, key: Any) -> str:
         """A key or an entry too few or too many."""
-        if isinstance(parent, dict):
-            if self._draw.random() < 0.7:
-                del parent[key]
-                return "removed"
-            parent[self._draw.choice(("colour", "", "format", f"{key}s"))] = parent[key]
-            return "copied to another key"
-        which = self._draw.randrange(4)
-        if which == 0:
+        ways = ["removed"] * 2 + (["copied"] if isinstance(parent, dict) else ["repeated", "reversed", "emptied"])
+        way = self._draw.choice(ways)
+        if way == "removed":
             del parent[key]
-            return "removed"
-        if which == 1:
+        elif way == "copied":
+            parent[self._draw.choice(("colour", "", "format", f"{key}s"))] = parent[key]
+        elif way == "repeated":
             parent[key:key] = [copy.deepcopy(parent[key])] * self._draw.choice((1, 2, 100))
-            return "repeated"
-        if which == 2:
+        elif way == "reversed":
             parent.reverse()
-            return "and its neighbours reversed"
-        parent.clear()
-        return "and its neighbours removed"
+        else:
+            parent.clear()
+        return f"and all beside it {way}" if way in ("reversed", "emptied") else way
 
     def _swap(self, parent: Json, key: Any) -> str:
         """Exchanged with another of its object or list."""
@@ -374,11 +345,11 @@ _ORIGINALS: dict[str, list[Json]] = {}
 _CHECKPOINTS: dict[str, Path] = {}  # the folder of one, and its plan
 
 
-def start_worker(folder: Path, originals: dict[str, list[Json]]) -> None:
+def start_worker(folder: Path | str, originals: dict[str, list[Json]]) -> None:
     """Put the files that verbs need beside the changed one into a folder of this process, and limit its memory."""
     _ORIGINALS.update(originals)
     os.chdir(tempfile.mkdtemp(dir=folder))
-    _CHECKPOINTS.update({"folder": folder / "checkpoints", "plan": folder / "of_checkpoint.json"})
+    _CHECKPOINTS.update({"folder": Path(folder, "checkpoints"), "plan": Path(folder, "of_checkpoint.json")})
     os.environ["GPLAN_DEBUG"] = "1"
     for kind, contents in originals.items():
         for i, content in enumerate(contents):
@@ -394,7 +365,7 @@ def too_long(_signal: int, _frame: FrameType | None) -> None:
     raise TookTooLongError(f"a case took more than {LIMIT_S:.0f} s")
 
 
-def tried_all(seed: int, indices: range) -> list[Outcome]:
+def tried_all(seed: int, indices: Sequence[int]) -> list[Outcome]:
     return [tried(seed, index) if index >= 0 else tried_checkpoint(seed, index) for index in indices]
 
 
@@ -417,37 +388,41 @@ def resumed(checkpoints: Path) -> tuple[float, ...]:
     return gplan.run(plan, engine="virtual", num_steps=2, checkpoints=checkpoints, resume=checkpoints).losses
 
 
+DAMAGES = (
+    "byte",
+    "bit",
+    "cut off",
+    "removed",
+    "emptied",
+    "pickle",
+    "pickle with its checksum",
+    "torch file with its checksum",
+)
+
+
 def damaged(file: Path, draw: random.Random) -> str:
     """Damage one file of a checkpoint, or replace it, and say how."""
-    how = draw.choice(
-        ("byte", "byte", "bit", "cut off", "removed", "emptied", "pickle", "pickle with its checksum", "torch file")
-    )
-    content = bytearray(file.read_bytes())
-    place = draw.randrange(len(content))
+    how, before = draw.choice(DAMAGES), file.read_bytes()
+    content, place = bytearray(before), draw.randrange(len(before))
     if how in ("byte", "bit"):
         content[place] ^= 1 << draw.randrange(8) if how == "bit" else draw.randrange(1, 256)
-    elif how == "cut off":
-        del content[place:]
-    elif how == "emptied":
-        content.clear()
-    elif how == "torch file":
+    elif how.startswith("torch file"):
         saved_bytes = io.BytesIO()
         torch.save({"state": Bomb()}, saved_bytes)
         content = bytearray(saved_bytes.getvalue())
-    elif how != "removed":
+    elif how.startswith("pickle"):
         content = bytearray(pickle.dumps(Bomb()))
-    before = hashlib.blake2b(file.read_bytes()).hexdigest()
+    else:
+        del content[0 if how == "emptied" else place :]
+    file.write_bytes(content)
     if how == "removed":
         file.unlink()
-    else:
-        file.write_bytes(content)
-    if how.endswith(("checksum", "torch file")):
+    if how.endswith("checksum"):
+        old, new = (hashlib.blake2b(x).hexdigest() for x in (before, bytes(content)))
         for sums in {*file.parent.rglob("checksums")} - {file}:
-            lines = (
-                sums.read_text().replace(before, hashlib.blake2b(bytes(content)).hexdigest()).splitlines(keepends=True)
-            )
-            own = hashlib.blake2b("".join(lines[:-1]).encode()).hexdigest()
-            sums.write_text("".join(lines[:-1]) + own + lines[-1][len(own) :])
+            *lines, last = sums.read_text().replace(old, new).splitlines(keepends=True)
+            own = hashlib.blake2b("".join(lines).encode()).hexdigest()
+            sums.write_text("".join(lines) + own + last[len(own) :])
     return how
 
 
@@ -541,12 +516,8 @@ def verb(words: Sequence[str]) -> tuple[int, str]:
 
 def calls_for(kind: str, which: int, draw: random.Random) -> list[list[str]]:
     """The verbs that a file of this kind is given to: cheap ones always, the others now and then."""
-    more: dict[str, Callable[[], list[list[str]]]] = {
-        "profile": lambda: profile_calls(which, draw),
-        "plan": lambda: plan_calls(draw),
-    }
-    show = ["show", "changed.json", *draw.choice(([], ["--all"], ["--json"]))]
-    return [show, *(more[kind]() if kind in more else [])]
+    more = profile_calls(which, draw) if kind == "profile" else plan_calls(draw) if kind == "plan" else []
+    return [["show", "changed.json", *draw.choice(([], ["--all"], ["--json"]))], *more]
 
 
 def profile_calls(which: int, draw: random.Random) -> list[list[str]]:
@@ -574,13 +545,8 @@ def plan_calls(draw: random.Random) -> list[list[str]]:
     schedule = draw.choice(([], [], ["--schedule", "gpipe"], ["--microbatches", "3"], ["--schedule", "all"]))
     trainer = draw.choice(("torchgpipe", "torchtitan", "megatron", "deepspeed"))
     calls = [["simulate", "changed.json", *schedule], ["export", "changed.json", "--to", trainer]]
-    explained = [
-        "explain",
-        "changed.json",
-        "--profile",
-        draw.choice(("profile0.json", "profile1.json", "profile2.json")),
-    ]
-    return calls + ([explained] if draw.random() < 0.1 else [])
+    profile = draw.choice(("profile0.json", "profile1.json", "profile2.json"))
+    return calls + ([["explain", "changed.json", "--profile", profile]] if draw.random() < 0.1 else [])
 
 
 def place_of(error: BaseException) -> str:
