@@ -148,15 +148,9 @@ def rows_of(case: Case, precision: str, options: argparse.Namespace) -> Iterator
     free_memory()
     start_s = time.monotonic()
     profile = gplan.profile(
-        str(ROOT / case.file),
-        settings=case.settings,
-        microbatch_sizes=[case.microbatch_size],
-        device=options.device,
-        precision=precision,
-        link=NO_LINK,
-        contention=0,
-        budget_s=options.budget,
-    )
+        str(ROOT / case.file), settings=case.settings, microbatch_sizes=[case.microbatch_size], device=options.device,
+        precision=precision, link=NO_LINK, contention=0, budget_s=options.budget,
+    )  # fmt: skip
     yield {"num_devices": 1, "quantity": "profile seconds", "measured": time.monotonic() - start_s}
     yield from plain_rows(profile, plain)
     free_memory()

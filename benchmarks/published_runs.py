@@ -104,21 +104,10 @@ SOURCES: dict[str, Source] = {  # by the beginning of the name
     "NVIDIA DGX Cloud": Source(trainer=OVERLAPPING, fuses_cross_entropy=True, reduction_hidden=0.9),
 }
 SCHEDULES = {
-    "none": "1f1b",
-    "": "1f1b",
-    "1f1b": "1f1b",
-    "interleaved-1f1b": "interleaved-1f1b",
-    "zero-bubble ZB-1p": "zb-h1",
-}
-GPUS = {
-    "GB200": "gb200",
-    "GB300": "gb300",
-    "B200": "b200",
-    "H100": "h100",
-    "H200": "h200",
-    "A100": "a100",
-    "A800": "a800",
-}
+    "none": "1f1b", "": "1f1b", "1f1b": "1f1b", "interleaved-1f1b": "interleaved-1f1b", "zero-bubble ZB-1p": "zb-h1",
+}  # fmt: skip
+GPUS = {x: x.lower() for x in ("GB200", "GB300", "B200", "H100", "H200", "A100", "A800")}
+GIVEN = ("source", "model", "gpu", "num_gpus", "tp", "pp", "vpp", "dp", "cp", "ep", "mbs", "gbs", "seq", "schedule")
 FEWEST_RUNS = 12  # of which the nine of ten are more than one or two outliers; assumed
 PRECISIONS = {"mxfp8": "float8", "fp8": "float8", "nvfp4": "float4"}
 
@@ -318,25 +307,7 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
     """Predicted beside published for each row; `reason` says why one was not predicted."""
     found = []
     for row in rows.to_dict("records"):
-        line = {
-            key: row[key]
-            for key in (
-                "source",
-                "model",
-                "gpu",
-                "num_gpus",
-                "tp",
-                "pp",
-                "vpp",
-                "dp",
-                "cp",
-                "ep",
-                "mbs",
-                "gbs",
-                "seq",
-                "schedule",
-            )
-        }
+        line = {key: row[key] for key in GIVEN}
         line["kind"] = MIXTURE if float(row["experts"] or 0) else DENSE
         try:
             case = case_of(row)
@@ -392,24 +363,10 @@ def tables(made: pd.DataFrame) -> Iterator[str]:
     for source, group in made.groupby("source", sort=False):
         own = ordered[ordered.source == source]
         ranks = ["", ""] if own.empty else [f"{own.spearman.median():.2f}", percent_text(float(own.regret.median()))]
-        memory = texts(group.memory_error)
-        lines.append(
-            [
-                source,
-                f"{(group.reason == '').sum()} of {len(group)}",
-                *texts(group.error),
-                memory[0],
-                memory[1],
-                memory[4],
-                *(
-                    [x for i, x in enumerate(texts(group.reserved_error)) if i in (1, 4)]
-                    if "reserved_error" in made
-                    else ["", ""]
-                ),
-                len(own) or "",
-                *ranks,
-            ]
-        )
+        memory = [texts(group.memory_error)[i] for i in (0, 1, 4)]
+        reserved = [texts(group.reserved_error)[i] for i in (1, 4)] if "reserved_error" in made else ["", ""]
+        counted = f"{(group.reason == '').sum()} of {len(group)}"
+        lines.append([source, counted, *texts(group.error), *memory, *reserved, len(own) or "", *ranks])
     heads = [
         "source",
         "predicted",

@@ -88,9 +88,7 @@ class Fault:
     def environment(self, note: Path) -> dict[str, str]:
         """What tells the ranks."""
         told = {
-            key: value
-            for key, value in asdict(self).items()
-            if value is not None and key != "stage" and "plan" not in key
+            key: x for key, x in asdict(self).items() if x is not None and key not in ("stage", "plan", "plan_after")
         }
         return {"GPLAN_FAULT": json.dumps({**told, "note": str(note)})}
 
@@ -151,17 +149,8 @@ def undisturbed_run(plan: str, place: Path) -> Run:
     folder = place / f"undisturbed {plan}"
     ended = command(plan, folder)
     if ended.code or ended.left:
-        raise SystemExit(
-            f"the undisturbed run with {plan} ended with code {ended.code}, left {ended.left}: {ended.text}"
-        )
-    return loaded_run(folder)
-
-
-def loaded_run(folder: Path) -> Run:
-    """What a run wrote."""
-    run = gplan.load(folder / "run.json")
-    assert isinstance(run, Run)
-    return run
+        raise SystemExit(f"the undisturbed run with {plan} ended with {ended}")
+    return gplan.load(folder / "run.json")
 
 
 def draw_faults(plans: dict[str, Plan], runs: dict[str, Run], *, seed: int) -> list[Fault]:
@@ -204,14 +193,12 @@ def kill(fault: Fault, undisturbed: Run, folder: Path) -> Row:
     """One run with a fault, and the one that goes on from it."""
     ended = command(fault.plan, folder, environment=fault.environment(folder / "note"))
     if not (folder / "note").exists():
-        raise SystemExit(
-            f"{fault.text} ({fault.plan}) did not happen; the run ended with code {ended.code}: {ended.text}"
-        )
+        raise SystemExit(f"{fault.text} ({fault.plan}) did not happen; the run ended with {ended}")
     ended_after_s = ended.at_s - float((folder / "note").read_text())
     checkpoint, flaw = newest(folder / "checkpoints", fault)
     shutil.rmtree(folder / "copy", ignore_errors=True)
     after = command(fault.plan_after, folder, options=["--resume"] if checkpoint else [])
-    losses = loaded_run(folder).losses if after.code == 0 else ()
+    losses = gplan.load(folder / "run.json").losses if after.code == 0 else ()
     difference = largest_difference(undisturbed.losses, losses)
     is_same = fault.plan == fault.plan_after
     checks = {
@@ -230,10 +217,7 @@ def kill(fault: Fault, undisturbed: Run, folder: Path) -> Row:
         "largest_difference": difference,
         "broken": "; ".join(broken for broken, is_kept in checks.items() if not is_kept),  # promises that were not kept
     }  # fmt: skip
-    print(
-        f"{fault.text} ({fault.plan}): {ended_after_s:.1f} s, {ended.text}; {row['broken'] or 'as promised'}",
-        flush=True,
-    )
+    print(f"{fault.text} ({fault.plan}): {ended_after_s:.1f} s, {ended.text}; {row['broken'] or 'kept'}", flush=True)
     return row
 
 
@@ -248,15 +232,13 @@ def command(
     arguments += ["--timeout", str(TIMEOUT_S), "--output", str(folder / "run.json"), *options]
     mark = {MARK: str(folder), "TMPDIR": str(temporary)}
     done = subprocess.run(
-        [sys.executable, "-m", "gplan", *arguments],
-        env={**os.environ, **mark, **(environment or {})},
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+        [sys.executable, "-m", "gplan", *arguments], env={**os.environ, **mark, **(environment or {})},
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
     at_s = time.monotonic()
     left = (*processes_of(folder), *(path.name for path in temporary.glob("gplan-*")))
-    return Ended(code=done.returncode, text=shortened(done.stderr, folder), at_s=at_s, left=left)
+    text = done.stderr.strip().replace(f"{folder}/", "").replace(f"{ROOT}/", "")
+    return Ended(code=done.returncode, text=text, at_s=at_s, left=left)
 
 
 def processes_of(folder: Path) -> tuple[str, ...]:
@@ -314,11 +296,6 @@ def largest_difference(expected: Sequence[float], found: Sequence[float]) -> flo
     """The largest relative difference of the last losses; infinite where there are none."""
     pairs = zip(expected[len(expected) - len(found) :], found, strict=True)
     return max((abs(x - y) / abs(x) for x, y in pairs), default=float("inf"))
-
-
-def shortened(text: str, folder: Path) -> str:
-    """An error without the folders of this run."""
-    return text.strip().replace(f"{folder}/", "").replace(f"{ROOT}/", "")
 
 
 def report(rows: pd.DataFrame, undisturbed: dict[str, Run]) -> list[str]:

@@ -111,15 +111,8 @@ def _run_rows(setting: dict[str, Any], profile: Profile, options: argparse.Names
     run = gplan.run(plan, profile=profile, engine=setting["engine"], num_steps=options.steps)
     comparison, made = gplan.compare(run), {**setting, "device": profile.device.name, "created": run.created}
     for row in comparison.rows:
-        yield {
-            **made,
-            "stage": "" if row.stage is None else row.stage,
-            "quantity": row.quantity,
-            "predicted": row.predicted,
-            "measured": row.measured,
-            "error": row.error,
-            "equal_speed_error": row.equal_speed_error,
-        }
+        figures = {x: getattr(row, x) for x in ("quantity", "predicted", "measured", "error", "equal_speed_error")}
+        yield {**made, "stage": "" if row.stage is None else row.stage, **figures}
     if run.equal_speed is not None:
         ratio = run.equal_speed.ratio
         yield {**made, "stage": "", "quantity": "yardstick's ratio", "predicted": 1.0, "measured": ratio}
@@ -131,19 +124,8 @@ def report(rows: pd.DataFrame) -> list[str]:
     rows = rows.assign(made=rows.created.str[:16].str.replace("T", " "))
     runs, sums = rows[rows.num_devices > 0], rows[rows.num_devices == 0]
     days = runs.created.str[:10]
-    heads = [
-        "model",
-        "optimizer",
-        "engine",
-        "K",
-        "schedule",
-        "recompute",
-        "step",
-        "error",
-        "at equal speed",
-        "bubble, points",
-    ]
-    heads += ["at equal speed", "forward", "backward", "optimizer", "peak memory", "device", "made"]
+    heads = ["model", "optimizer", "engine", "K", "schedule", "recompute", "step", "error", "at equal speed"]
+    heads += ["bubble, points", "at equal speed", "forward", "backward", "optimizer", "peak memory", "device", "made"]
     return [
         "# Predicted against measured at the size that people train\n",
         "Made by `python benchmarks/real_size.py`, which goes on where it was; every figure of every run is in "
@@ -166,21 +148,17 @@ def _summary(runs: pd.DataFrame) -> str:
     """The median of the size of each error, and the worst error."""
     by_name = {name: runs[runs.quantity == name] for name in (STEP_TIME, BUBBLE, OPTIMIZER, PEAK_MEMORY)}
     steps, bubbles = by_name[STEP_TIME], by_name[BUBBLE]
-    texts = [
-        _text("step", steps.error),
-        _text("at equal speed", steps.equal_speed_error),
-        _text("optimizer of every stage at equal speed", by_name[OPTIMIZER].equal_speed_error),
-        _text("peak memory of every stage", by_name[PEAK_MEMORY].error),
-        _text("bubble", bubbles.predicted - bubbles.measured, points=True),
-        _text("bubble at equal speed", bubbles.equal_speed_error, points=True),
-    ]
-    return f"{len(steps)} runs: {'; '.join(x for x in texts if x)}."
-
-
-def _text(name: str, errors: pd.Series[float], *, points: bool = False) -> str:
-    """Median and worst in words; "" where there is no error."""
-    middle, worst = median_and_worst(errors, points=points)
-    return f"{name}: median {middle}, worst {worst}" if middle else ""
+    errors = {
+        "step": steps.error,
+        "at equal speed": steps.equal_speed_error,
+        "optimizer of every stage at equal speed": by_name[OPTIMIZER].equal_speed_error,
+        "peak memory of every stage": by_name[PEAK_MEMORY].error,
+        "bubble": bubbles.predicted - bubbles.measured,
+        "bubble at equal speed": bubbles.equal_speed_error,
+    }
+    found = {name: median_and_worst(x, points=name.startswith("bubble")) for name, x in errors.items()}
+    texts = [f"{name}: median {middle}, worst {worst}" for name, (middle, worst) in found.items() if middle]
+    return f"{len(steps)} runs: {'; '.join(texts)}."
 
 
 def _layer_cells(key: tuple[object, ...], part: pd.DataFrame) -> list[object]:

@@ -70,20 +70,14 @@ class _Network(msgspec.Struct):
 
     def collectives(self) -> dict[str, dict[str, float]]:
         """The rates of collectives, as shares of the rate of transfers between neighbours."""
-        kinds = {
-            "all_reduce": "all_reduce",
-            "all_gather": "all_gather",
-            "reduce_scatter": "reduce_scatter",
-            "all2all": "all_to_all",
-        }
-        rate = self.link("p2p")["bytes_per_s"]
+        rate, names = self.link("p2p")["bytes_per_s"], ("all_reduce", "all_gather", "reduce_scatter", "all2all")
         return {
-            kind: {
+            name.replace("2", "_to_"): {
                 "share": self.link(name)["bytes_per_s"] / rate,
                 "start_s": self.op[name].fixed_latency_us / 1e6,
                 "rank_s": self.link(name)["latency_s"],
             }
-            for name, kind in kinds.items()
+            for name in names
             if name in self.op
         }
 
@@ -143,11 +137,9 @@ def read_system_file(path: Path) -> dict[str, Any]:
     }
     others = dict.fromkeys(("normalization", "pointwise", "reduction", "indexing"), of_bytes)
     kernels = {
-        "ce_fusion": "cross-entropy",
-        "ce": "unfused-cross-entropy",
-        "permute_fwd": "permute-forward",
-        "permute_bwd": "permute-backward",
-    }
+        "ce_fusion": "cross-entropy", "ce": "unfused-cross-entropy",
+        "permute_fwd": "permute-forward", "permute_bwd": "permute-backward",
+    }  # fmt: skip
     return {
         "kind": "cuda",
         "memory_bytes": base.get("memory_bytes", system.accelerator.mem_gbs * 1e9),
@@ -178,16 +170,9 @@ def _grouped(op: _Op | None) -> Iterator[dict[str, Any]]:
         }
         m, k, n, layout, dtype = sizes[x["stage"]]
         yield {
-            "groups": int(x["ng"]),
-            "m": m,
-            "k": k,
-            "n": n,
-            "layout": layout,
-            "accumulate": x["accumulate"] == "True",
-            "dtype": _DTYPES.get(x["dtype"], x["dtype"]),
-            "out_dtype": _DTYPES.get(dtype, dtype),
-            "flops": share,
-        }
+            "groups": int(x["ng"]), "m": m, "k": k, "n": n, "layout": layout, "accumulate": x["accumulate"] == "True",
+            "dtype": _DTYPES.get(x["dtype"], x["dtype"]), "out_dtype": _DTYPES.get(dtype, dtype), "flops": share,
+        }  # fmt: skip
 
 
 def _attention(ops: Mapping[str, _Op]) -> list[dict[str, Any]]:
@@ -196,14 +181,10 @@ def _attention(ops: Mapping[str, _Op]) -> list[dict[str, Any]]:
     for name, direction in (("sdp_fwd", "forward"), ("sdp_bwd", "backward")):
         for x, share in ops[name].shapes if name in ops else ():
             row = {
-                "batch": int(x["batch"]),
-                "sequence": int(x["seq_len"]),
-                "heads": int(x["head_num"]),
-                "kv_heads": int(x["kv_head_num"]),
-                "qk_dim": int(x["qk_head_dim"]),
-                "v_dim": int(x["v_head_dim"]),
+                "batch": int(x["batch"]), "sequence": int(x["seq_len"]), "heads": int(x["head_num"]),
+                "kv_heads": int(x["kv_head_num"]), "qk_dim": int(x["qk_head_dim"]), "v_dim": int(x["v_head_dim"]),
                 "direction": direction,
-            }
+            }  # fmt: skip
             if x["qkv_contiguous"] == "True" or tuple(row.values()) not in found:
                 found[tuple(row.values())] = {**row, "flops": share}
     return list(found.values())
