@@ -76,16 +76,11 @@ def graphs() -> Iterator[Row]:
     for name, profile in branched():
         positions = down_sets(LayerGraph(len(profile.layers), profile.precedence), most=10**6)
         for num_devices in (2, 4, 8):
-            row: Row = {
-                "profile": name,
-                "layers": len(profile.layers),
-                "down-sets": positions.size if positions else "over 1,000,000",
-                "k": num_devices,
-            }
+            num_positions = positions.size if positions else "over 1,000,000"
+            row: Row = {"profile": name, "layers": len(profile.layers), "down-sets": num_positions, "k": num_devices}
             for schedule in ("gpipe", "1f1b"):
-                plan, taken_s = timed_plan(
-                    profile, num_devices=num_devices, num_microbatches=4 * num_devices, schedule=schedule
-                )
+                asked = {"num_devices": num_devices, "num_microbatches": 4 * num_devices, "schedule": schedule}
+                plan, taken_s = timed_plan(profile, **asked)
                 row |= {f"{schedule}_s": round(taken_s, 2), f"{schedule}_gap": gap_text(plan)}
             yield row
 
@@ -155,15 +150,9 @@ def chains() -> Iterator[Row]:
                 asked["memory_bytes"] = int(0.97 * free.peak_bytes)
             plan, taken_s = timed_plan(profile, schedule=schedule, **asked)
             yield {
-                "layers": num_layers,
-                "k": num_devices,
-                "minimize": minimize,
-                "schedule": schedule,
-                "transfers": has_transfers,
-                "memory": has_memory,
-                "seconds": round(taken_s, 2),
-                "gap": gap_text(plan),
-            }
+                "layers": num_layers, "k": num_devices, "minimize": minimize, "schedule": schedule, "transfers": has_transfers,
+                "memory": has_memory, "seconds": round(taken_s, 2), "gap": gap_text(plan),
+            }  # fmt: skip
 
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {"published": published, "graphs": graphs, "chains": chains}

@@ -61,12 +61,9 @@ def main() -> int:
 def as_dict(answer: Answer, graph: PublishedGraph) -> dict[str, Any]:
     """The answer as the command prints it."""
     return {
-        "value": "INFEASIBLE" if answer.value is None else answer.value,
-        "unit": graph.unit,
-        "proven": answer.is_proven,
-        "seconds": answer.seconds,
-        "assignment": answer.assignment,
-    }
+        "value": "INFEASIBLE" if answer.value is None else answer.value, "unit": graph.unit, "proven": answer.is_proven,
+        "seconds": answer.seconds, "assignment": answer.assignment,
+    }  # fmt: skip
 
 
 def as_text(found: dict[str, Any]) -> str:

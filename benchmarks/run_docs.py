@@ -32,15 +32,9 @@ ORDER = (
 )  # fmt: skip
 INPUTS = ("examples", "tests/interop/traces")
 OWN_MODEL_SECTIONS = {
-    "Your own model",
-    "Your own training script",
-    "The model file",
-    "Python",
-    "Train from your own script",
-    "Record the traces",
-    "Compare with a plan",
-    "Correct a profile with it",
-}
+    "Your own model", "Your own training script", "The model file", "Python", "Train from your own script",
+    "Record the traces", "Compare with a plan", "Correct a profile with it",
+}  # fmt: skip
 SKIPPED = "python3 go.py"
 COMMAND_TIMEOUT_S = 1800
 
@@ -189,15 +183,9 @@ def run_command(page: str, command: str, folder: Path, environment: dict[str, st
     started_s = time.monotonic()
     try:
         done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=COMMAND_TIMEOUT_S,
-            text=True,
-        )
+            ["bash", "-c", command], cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, timeout=COMMAND_TIMEOUT_S, text=True,
+        )  # fmt: skip
         code, printed = done.returncode, done.stdout
     except subprocess.TimeoutExpired:
         code, printed = 124, f"no end after {COMMAND_TIMEOUT_S} s\n"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from suite import options_of, write_report
+from suite import markdown, options_of, write_report
 
 from gplan.core import Schedule, StageBytes, StageCost, Timeline
 from gplan.core.units import percent_text
@@ -170,17 +170,16 @@ weight gradient = 1 : 1 : 1, every transfer {TRANSFER:g}. The unit of time is on
 stages has half the work in each. Simulated, not measured; made by `python benchmarks/schedule_gallery.py`.
 
 ![All schedules on one axis of time](all.png)
-
-| schedule | step | bubble | bubble, free transfers | formula for it | most held, devices 0 to {K - 1} | formula for it | source |
-|---|--:|--:|--:|---|---|---|---|"""
-    for entry in ENTRIES:
-        x = found[entry.name]
-        cells = (
-            f"[{entry.title}](#{anchor(entry)})", f"{x.timeline.step_s:.1f}", percent_text(x.timeline.bubble),
-            percent_text(x.free_bubble), f"`{entry.bubble[1]}`", ", ".join(f"{held:g}" for held in x.held),
-            f"`{entry.held[1]}`", entry.source,
-        )  # fmt: skip
-        yield f"| {' | '.join(cells)} |"
+"""
+    heads = [
+        "schedule",
+        "step",
+        "bubble",
+        "bubble, free transfers",
+        "formula for it",
+        f"most held, devices 0 to {K - 1}",
+    ]
+    yield from markdown([*heads, "formula for it", "source"], (cells(entry, found[entry.name]) for entry in ENTRIES))
     yield """
 d is the device and v the number of its stages. *Most held*: of how many micro-batches a device keeps the activations of all its
 layers at once, from the forward to the end of the backward (with a split backward, of its second half); the peak memory
@@ -193,9 +192,12 @@ Pictures have micro-batches in the boxes; of a device's stages the later ones ar
         yield f"\n## {entry.title}\n\n`--schedule {entry.name}`: {entry.idea}"
 
 
-def anchor(entry: Entry) -> str:
-    """What the entry's heading is called in a link."""
-    return "".join(x for x in entry.title.lower().replace(" ", "-") if x.isalnum() or x == "-")
+def cells(entry: Entry, x: Found) -> list[str]:
+    """A schedule's row, with a link to its heading."""
+    anchor = "".join(x for x in entry.title.lower().replace(" ", "-") if x.isalnum() or x == "-")
+    times = [f"{x.timeline.step_s:.1f}", percent_text(x.timeline.bubble), percent_text(x.free_bubble)]
+    held = [", ".join(f"{held:g}" for held in x.held), f"`{entry.held[1]}`"]
+    return [f"[{entry.title}](#{anchor})", *times, f"`{entry.bubble[1]}`", *held, entry.source]
 
 
 if __name__ == "__main__":

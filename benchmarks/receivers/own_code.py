@@ -238,16 +238,10 @@ def deepspeed(plan: Plan) -> Stages:
     stages, names = [], list(plan.layer_names)
     for rank in range(plan.num_stages):
         made = object.__new__(found["PlannedPipelineModule"])
-        fields = {
-            "num_stages": found["ARGUMENTS"]["num_stages"],
-            "global_rank": rank,
-            "_layer_specs": names,
-            "_num_layers": len(names),
-            "_topo": SimpleNamespace(
-                get_coord=lambda rank: SimpleNamespace(pipe=rank), get_dim=lambda _: plan.num_stages
-            ),
-        }
-        made.__dict__.update(fields)
+        made.__dict__.update(
+            num_stages=found["ARGUMENTS"]["num_stages"], global_rank=rank, _layer_specs=names, _num_layers=len(names),
+            _topo=SimpleNamespace(get_coord=lambda rank: SimpleNamespace(pipe=rank), get_dim=lambda _: plan.num_stages),
+        )  # fmt: skip
         made._partition_layers(method="parameters")
         stages.append(names[made._local_start : made._local_stop])
         owners = {made.stage_owner(i) for i in range(made._local_start, made._local_stop)}
@@ -300,13 +294,7 @@ def _sglang_indices() -> Callable[[int, int, int], tuple[int, int]]:
 
 
 READERS: dict[str, Callable[[Plan], Stages]] = {
-    "torchtitan": torchtitan,
-    "megatron": megatron,
-    "verl": verl,
-    "automodel": automodel,
-    "deepspeed": deepspeed,
-    "torchgpipe": torchgpipe,
-    "sglang": sglang,
+    x.__name__: x for x in (torchtitan, megatron, verl, automodel, deepspeed, torchgpipe, sglang)
 }
 
 

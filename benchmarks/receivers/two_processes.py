@@ -28,7 +28,6 @@ from receivers import own_code
 from receivers.random_plans import plan_of
 
 NUM_STEPS, NUM_MICROBATCHES, BATCH, TOKENS, VOCABULARY, WIDTH = 4, 4, 8, 16, 64, 192
-TOLERANCE = 1e-5
 
 
 class Decoder(nn.Module):
@@ -73,9 +72,8 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in tokens]
 
 
-def plain_losses() -> list[float]:
-    """Three steps of the whole model by itself."""
-    model = made_model()
+def losses_of(model: nn.Module) -> list[float]:
+    """The losses of some steps of a model in this process."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for tokens, target in batches():
         optimizer.zero_grad()
@@ -170,12 +168,9 @@ def torchtitan_losses(rank: int, *, schedule: str = "1f1b", traces: Path | None 
     )  # fmt: skip
     data = (({"input": tokens}, target) for step in batches() for tokens, target in _microbatches(*step))
     own = Profiler.Config(
-        enable_profiling=traces is not None,
-        profile_freq=NUM_STEPS,
-        profiler_warmup=0,
-        profiler_active=NUM_STEPS,
+        enable_profiling=traces is not None, profile_freq=NUM_STEPS, profiler_warmup=0, profiler_active=NUM_STEPS,
         profiler_repeat=1,
-    )
+    )  # fmt: skip
     with own.build(base_folder=str(traces)) as profiler:
         for trainer.step in range(1, NUM_STEPS + 1):
             trainer.train_step(data)
@@ -339,7 +334,7 @@ def run_on_two_processes(receiver: str, **options: Any) -> tuple[list[float], li
             traces = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
             raise RuntimeError(traces[0] if traces else str(error)) from error
         found = [float(x) for x in Path(folder, "1.txt").read_text().split()]
-    return found, plain_losses()
+    return found, losses_of(made_model())
 
 
 RECORDED = {
@@ -377,14 +372,7 @@ def run_torchgpipe() -> tuple[list[float], list[float]]:
         made = own_code.executed(export(small_plan("gpipe"), to="torchgpipe").text, model=chain)["model"]
     finally:
         package.GPipe = real
-    optimizer, losses = torch.optim.SGD(made.parameters(), lr=0.1), []
-    for tokens, target in batches():
-        optimizer.zero_grad()
-        loss = loss_of(made(tokens), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, plain_losses()
+    return losses_of(made), losses_of(made_model())
 
 
 if __name__ == "__main__":
