@@ -4,7 +4,6 @@
     python benchmarks/published_runs.py --data rows.csv      other rows with the same columns
     python benchmarks/published_runs.py --source nanotron    some sources alone; with --rows each row too
     python benchmarks/published_runs.py --report             writes reports/published-runs/ too
-    python benchmarks/published_runs.py --left-out           errors of shares by shape, each measured one left out in turn
 
 A row is a model's sizes, a GPU, widths, a schedule and what was measured. `SOURCES` says which trainer ran it and what its
 models have that no column says. Layers are cut as the trainer cuts them. Nothing is fitted to a row: efficiencies are
@@ -22,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -44,7 +42,6 @@ from gplan_profiler.analytic.decoder_config import Decoder, Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.expected_errors import ALL, DENSE, MIXTURE
 from gplan_profiler.analytic.hardware import Hardware, described_hardware, load_hardware
-from gplan_profiler.analytic.shapes import AttentionShape, MatmulShape, ShapeTable
 from gplan_profiler.analytic.trainers import LEGACY, MEGATRON, NANOTRON, OVERLAPPING, Trainer, layers_by_cost
 
 DATA = SHARED / "published_runs" / "given.csv"
@@ -433,24 +430,6 @@ def replayed(rows: pd.DataFrame) -> list[float]:
     return errors
 
 
-def left_out(table: ShapeTable) -> Iterator[str]:
-    """Errors of the share of each shape by the others, for products and attention; beside, those of the mean of all."""
-    for kind in (MatmulShape, AttentionShape):
-        known = {shape: share for shape, share in table.shares.items() if isinstance(shape, kind)}
-        errors, of_mean = list[float](), list[float]()
-        for shape, share in known.items():
-            others = {x: y for x, y in known.items() if x != shape}
-            found = ShapeTable(others).share(shape)
-            if found is not None:
-                errors.append(abs(found / share - 1))
-                of_mean.append(abs(fmean(others.values()) / share - 1))
-        figures = [percent_text(f(x)) for x in (errors, of_mean) for f in (fmean, median)]
-        yield (
-            f"{len(errors)} of {kind.__name__}: mean error {figures[0]}, median {figures[1]}; one number for all: "
-            f"mean {figures[2]}, median {figures[3]}"
-        )
-
-
 def main() -> None:
     """Print the tables; with `--report` also write them with every row."""
     parser = options_of(__doc__, "published-runs")
@@ -458,11 +437,7 @@ def main() -> None:
     parser.add_argument("--source", default="", help="only sources whose names have this")
     parser.add_argument("--rows", action="store_true", help="print each row too")
     parser.add_argument("--report", action="store_true", help="write README.md and rows.csv of --output")
-    parser.add_argument("--left-out", action="store_true", help="errors of the interpolation between shapes instead")
     options: argparse.Namespace = parser.parse_args()
-    if options.left_out:
-        print(*left_out(hardware_of("b200").shapes), sep="\n")
-        return
     if not options.data.exists():
         parser.error(f"{options.data} is not there; name a file of rows with --data")
     rows = pd.read_csv(options.data, dtype=str, keep_default_na=False)

@@ -4,10 +4,8 @@ torchgpipe in one, each with the losses of the plain model; the runs of the trai
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,8 +15,6 @@ from typing import Any
 sys.path.extend(str(Path(__file__).parents[i]) for i in (1, 2))
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from gplan.core import Plan
@@ -26,6 +22,8 @@ from gplan.interop.export.exporters import export
 from gplan.schedules.request import PipelineSetting
 from receivers import own_code
 from receivers.random_plans import plan_of
+from tests.interop.traces.make import strip
+from tests.runtime.ranks import on_ranks
 
 NUM_STEPS, NUM_MICROBATCHES, BATCH, TOKENS, VOCABULARY, WIDTH = 4, 4, 8, 16, 64, 192
 
@@ -307,34 +305,15 @@ RUNS: dict[str, Callable[..., list[float]]] = {
 }
 
 
-def _process(rank: int, receiver: str, port: int, folder: str, options: dict[str, Any]) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank)
-    )
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", rank=rank, world_size=2)
-        losses = RUNS[receiver](rank, **options)
-        Path(folder, f"{rank}.txt").write_text(" ".join(map(repr, losses)))
-        dist.destroy_process_group()
-    except Exception:
-        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
-        raise
-
-
 def run_on_two_processes(receiver: str, **options: Any) -> tuple[list[float], list[float]]:
-    """The losses of the pipeline and of the plain model; raises RuntimeError with the trace of a rank that failed."""
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        try:
-            mp.spawn(_process, args=(receiver, port, folder, options), nprocs=2)
-        except Exception as error:
-            traces = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
-            raise RuntimeError(traces[0] if traces else str(error)) from error
-        found = [float(x) for x in Path(folder, "1.txt").read_text().split()]
-    return found, losses_of(made_model())
+    """The losses of the pipeline and of the plain model; an AssertionError has the trace of a rank that failed."""
+
+    def job(rank: int) -> list[float]:
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+        return RUNS[receiver](rank, **options)
+
+    return on_ranks(2, job, timeout_s=300.0)[-1], losses_of(made_model())
 
 
 RECORDED = {
@@ -348,8 +327,6 @@ RECORDED = {
 
 def record(folder: Path) -> None:
     """The sample traces, reduced as `tests/interop/traces` has them."""
-    from tests.interop.traces.make import strip
-
     for name, (receiver, schedule) in RECORDED.items():
         with tempfile.TemporaryDirectory() as made:
             run_on_two_processes(receiver, schedule=schedule, traces=Path(made))
