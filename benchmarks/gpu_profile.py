@@ -10,8 +10,8 @@ Each of eight models is trained in two precisions and three ways:
 2. a profile, whose plan of one stage and one micro-batch predicts that step;
 3. plans on the virtual engine, each compared as `gplan run` does, raw and at equal speed by the yardstick.
 
-The GPU's clocks are read before and after each model. What fails is named in the report; the other models go on, and the
-report is written after each.
+Last, two ranks of one process group try the torch engine on the one GPU, which NCCL may refuse. The GPU's clocks are read
+before and after each model. What fails is named in the report; the other models go on, and the report is written after each.
 No setting of the GPU is changed.
 """
 
@@ -19,11 +19,16 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import islice, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -34,10 +39,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gplan
-from gplan.core import Link, Precision, Profile
+from gplan.core import Link, Plan, Precision, Profile
 from gplan.core.checks import RECOMPUTE_MODES
 from gplan.core.units import bytes_text, now_text, seconds_text
 from gplan.evaluate.compare import BUBBLE, PEAK_MEMORY, STEP_TIME
+from gplan.files.json_files import load, save
 from gplan_profiler.capture.chain import call_arguments
 from gplan_profiler.host.host_info import gpu_state, software_versions
 from gplan_profiler.model.load import open_model_file
@@ -46,6 +52,7 @@ from gplan_profiler.timing.clock import Clock, CpuClock, CudaClock, Samples
 
 NO_LINK = Link(latency_s=5e-6, bytes_per_s=25e9)  # one device has no neighbour; the virtual engine sends nothing
 NUM_MICROBATCHES = 8
+RANK_0 = "rank 0:"
 PLAIN = ("forward", "backward", "step", "allocated bytes", "reserved bytes")
 RUN_HEADS = ("model", "K", "recompute", "step", "at equal speed", "bubble error, points", "worst peak memory error")
 HOST_BOUND = (
@@ -90,10 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10, help="of each run")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds of sampling for a profile")
     parser.add_argument("--longest", type=float, default=500.0, help="seconds after which no further model is begun")
+    parser.add_argument("--rank-of", type=Path, metavar="PLAN", help=argparse.SUPPRESS)  # one of two ranks
     options = parser.parse_args(arguments)
     options.device = "cpu" if options.dry else "cuda"
     if options.dry:
         options.models, options.runs, options.steps, options.budget = ["tiny"], [(2, "never")], 4, 0.05
+    if options.rank_of:
+        run_rank(options.rank_of, options)
+        return
     if options.device != "cpu" and not torch.cuda.is_available():
         print(f"torch {torch.__version__} sees no GPU here: nothing to measure")
         return
@@ -114,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 notes.append(f"{subject}: {type(error).__name__}: {error}")
             clocks.append(f"{subject}, after: {state_text()}")
             free_memory()
+        if (precision, name) == (options.precision[-1], options.models[-1]):
+            notes.append(two_ranks(options))
         columns = ("model", "num_devices", "quantity", "recompute", "predicted", "measured", "equal_speed_error")
         table = pd.DataFrame(rows, columns=list(columns)).astype({"predicted": float, "measured": float})
         table["error"] = table.predicted / table.measured.where(table.measured != 0) - 1
@@ -148,9 +161,15 @@ def rows_of(case: Case, precision: str, options: argparse.Namespace) -> Iterator
     free_memory()
     start_s = time.monotonic()
     profile = gplan.profile(
-        str(ROOT / case.file), settings=case.settings, microbatch_sizes=[case.microbatch_size], device=options.device,
-        precision=precision, link=NO_LINK, contention=0, budget_s=options.budget,
-    )  # fmt: skip
+        str(ROOT / case.file),
+        settings=case.settings,
+        microbatch_sizes=[case.microbatch_size],
+        device=options.device,
+        precision=precision,
+        link=NO_LINK,
+        contention=0,
+        budget_s=options.budget,
+    )
     yield {"num_devices": 1, "quantity": "profile seconds", "measured": time.monotonic() - start_s}
     yield from plain_rows(profile, plain)
     free_memory()
@@ -250,6 +269,36 @@ def warm_up(step: Callable[[], None], clock: Clock) -> None:
         step()
         clock.flush()
         rounds += 1
+
+
+def two_ranks(options: argparse.Namespace) -> str:
+    """Whether the torch engine trains the smallest model with two ranks on the one device, in a sentence."""
+    case = CASES["tiny"]
+    profile = gplan.profile(
+        str(ROOT / case.file), settings=case.settings, microbatch_sizes=[1], device=options.device, link=NO_LINK,
+        contention=0, budget_s=0.1,
+    )  # fmt: skip
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "plan.json")
+        save(gplan.balance(profile, num_devices=2, num_microbatches=2), path)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+        found = subprocess.run(
+            [*launch, "--rank-of", str(path), *(["--dry"] if options.dry else [])],
+            capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+    said = [x for x in f"{found.stderr}\n{found.stdout}".splitlines() if "Error" in x or x.startswith(RANK_0)]
+    return f"two ranks on one device: {said[-1].strip() if said else f'ended with code {found.returncode}'}"
+
+
+def run_rank(path: Path, options: argparse.Namespace) -> None:
+    """One of the two ranks: some steps of the torch engine on the one device."""
+    plan = load(Plan, path)
+    case = CASES["tiny"]
+    pipe = gplan.pipeline(str(ROOT / case.file), plan, device="cpu" if options.dry else "cuda:0")
+    file = open_model_file(str(ROOT / case.file), settings=case.settings).load()
+    losses = [float(pipe.step(*batch)) for batch in islice(file.batches(plan.num_microbatches), 2)]
+    if os.environ["RANK"] == "0":
+        print(f"{RANK_0} losses {losses[0]:.4f} and {losses[1]:.4f} by the torch engine")
 
 
 def free_memory() -> None:
