@@ -216,7 +216,8 @@ def test_a_backward_of_its_own_under_vmap_is_not_dropped() -> None:
             noise = torch.rand_like(x)
             return super().forward(torch.vmap(StraightThrough.apply)(self.first(x)) + noise)
 
-    with pytest.raises(ModelError, match="cannot be captured"):
+    # torch 2.11 traces it without its backward, which the proof of the layers finds
+    with pytest.raises(ModelError, match="cannot be captured|do not compute what the model does"):
         capture(Signs(nn.Linear(4, 4)), ROWS)
 
 
