@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ class Case:
         if self.name == CONTRACTS:
             command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", CONTRACTS]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            return {"passed": not done.returncode, "error": done.stdout[-600:] if done.returncode else ""}
+            failed = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
+            return {"passed": not done.returncode, "error": "; ".join(failed)[:600]}
         try:
             made = profiles.get(self.architecture) or self._profile()
             profiles[self.architecture] = made
@@ -120,7 +122,7 @@ def examine(python: Path, rows: Rows) -> None:
     """Add the rows of one interpreter."""
     ask = "import platform, torch; print(torch.__version__, platform.python_version())"
     version, of_python = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
-    known = {"torch": version, "python": of_python}
+    known = {"torch": version, "python": of_python, "made": datetime.now(timezone.utc).date().isoformat()}
     empty = dict.fromkeys(("passed", "gradient_difference", "peak_error", "error"), "")
     if problem := version_problem(version):
         rows.add({**known, **empty, "group": REFUSED, "case": "", "error": problem}, replace=True)
@@ -166,14 +168,14 @@ def report(rows: Any) -> list[str]:
     order = lambda key: [int(x) for y in key for x in y.split("+")[0].split(".")]  # noqa: E731
     for (torch, python), found in sorted(rows.groupby(["torch", "python"]), key=lambda pair: order(pair[0])):
         if set(found.group) == {REFUSED}:
-            cells.append([torch, python, *[REFUSED] * len(groups), "", ""])
+            cells.append([torch, python, *[REFUSED] * len(groups), "", "", max(found.made)])
             refusals += [f"torch {torch}, Python {python}: `{found.error.iloc[0]}`"]
             continue
         counts = [cell(found[found.group == y], sum(x.group == y for x in cases())) for y in groups]
         differences = [float(x) for x in found.gradient_difference if x]
         peaks = [float(x) for x in found.peak_error if x]
         largest = [f"{max(differences):.1e}" if differences else "", error_text(max(peaks, key=abs) if peaks else None)]
-        cells.append([torch, python, *counts, *largest])
+        cells.append([torch, python, *counts, *largest, " to ".join(sorted({min(found.made), max(found.made)}))])
         failed += [
             f"- torch {torch}, Python {python}, {x.group}, {x.case}: {x.error or f'gradients differ by {x.gradient_difference}'}"
             for x in found.itertuples()
@@ -183,14 +185,15 @@ def report(rows: Any) -> list[str]:
         "# Versions of torch\n",
         "Made by `python benchmarks/torch_versions.py PYTHON ...`; all rows are in [rows.csv](rows.csv). Each interpreter has "
         'an environment of its own, such as by `uv venv` and `uv pip install "torch==VERSION" "transformers>=5,<6" pytest` with '
-        "gplan's dependencies: the wheels that the package index has for Linux on x86-64, CUDA builds, on a CPU. "
-        "torch 2.15 has none for Python 3.10; Python 3.14 was not tried.\n",
+        "gplan's dependencies: the wheels that the package index has for Linux on x86-64, CUDA builds, on a CPU; in those of "
+        f"{max(rows.made)} libraries without code stand in for CUDA's, which no case calls. Cases of an earlier date are of the gplan "
+        "of that day. torch 2.15 has no wheel for Python 3.10; Python 3.14 was not tried.\n",
         "A cell counts the cases whose first step has the gradients of the plain model. K = 2, "
         f"{len(list(cases()))} cases: the loop (1F1B), six further schedules, three recompute modes with GPipe and 1F1B and "
         "16 micro-batches, both kinds of sharded replicas in four processes, and ten tiny architectures (in one process); "
         f"the last is `pytest {CONTRACTS}`, what gplan assumes of torch. The peak is the largest error of a predicted peak "
         "memory of 1 MiB or more.\n",
-        *markdown(["torch", "Python", *groups, "largest gradient difference", "worst peak"], cells),
+        *markdown(["torch", "Python", *groups, "largest gradient difference", "worst peak", "made"], cells),
         *(f"\n{x}." for x in refusals),
         "\n## What failed\n",
         *(failed or ["Nothing."]),
