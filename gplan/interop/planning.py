@@ -10,7 +10,14 @@ from gplan.core.errors import UsageError
 from gplan.core.units import percent_text
 from gplan.interop.author_layers import author_layers, authored_profile
 from gplan.interop.layouts import read_layout
-from gplan.interop.receivers import constraints_for, indivisible, most_stages, receiver_named, settings_problem
+from gplan.interop.receivers import (
+    constraints_for,
+    decoder_of,
+    indivisible,
+    most_stages,
+    receiver_named,
+    settings_problem,
+)
 from gplan.partition.balance import alternative_of, best_plan, problem_of
 from gplan.partition.validation import combined
 from gplan.schedules.registry import default_num_microbatches, num_stages_of
@@ -27,6 +34,9 @@ class ForReceiver:
     constraints: Constraints
     most_stages: int
     why_no_more: str
+    prediction: tuple[
+        str, ...
+    ] = ()  # layers of multi-token prediction and the head, where the former are on no first device
 
     @classmethod
     def of(cls, name: str, profile: Profile) -> ForReceiver:
@@ -34,7 +44,18 @@ class ForReceiver:
         constraints, whole = constraints_for(name, profile), authored_profile(profile)
         names = [layer.name for layer in whole.layers]
         most, why = most_stages(names, indivisible(name, names, whole))
-        return cls(name=name, constraints=constraints, most_stages=most, why_no_more=why)
+        prediction = range(0)
+        if receiver_named(name).cuts == "decoder" and len(whole.layers) == len(profile.layers):
+            prediction = decoder_of(names, name).prediction
+        last = names[prediction.start : prediction.stop + 1] if prediction else []
+        return cls(name=name, constraints=constraints, most_stages=most, why_no_more=why, prediction=tuple(last))
+
+    def constraints_on(self, num_devices: int) -> Constraints:
+        """The constraints; with few devices multi-token prediction stays with the head, as it would else be on the first one."""
+        if not 1 < num_devices <= len(self.prediction):
+            return self.constraints
+        kept = (self.prediction[0], self.prediction[-1])
+        return replace(self.constraints, keep_together=(*self.constraints.keep_together, kept))
 
     def allows(self, setting: PipelineSetting) -> bool:
         """Whether the receiver can run a pipeline so."""
@@ -51,7 +72,8 @@ class ForReceiver:
                     num_microbatches=num_microbatches,
                 )
             )  # fmt: skip
-        constraints = combined([request.constraints, self.constraints])
+        on_devices = self.constraints_on(num_devices) if isinstance(num_devices, int) else self.constraints
+        constraints = combined([request.constraints, on_devices])
         return replace(request, constraints=constraints, allows=self.allows)
 
     def default_schedule(self, num_chunks: int = 1) -> str:

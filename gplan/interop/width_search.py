@@ -134,8 +134,7 @@ class WidthSearch(WidthSpace):
             trainer = _TRAINERS.get(self.receiver, MEGATRON)
             made = DecoderProfile(
                 name=self.name, decoder=self.decoder, widths=widths, hardware=self.hardware, trainer=trainer,
-                fuses_cross_entropy=not trainer.casts_logits, divides_state=widths.replicas == 1,
-                receiver=receiver_named(self.receiver).title,
+                divides_state=widths.replicas == 1, receiver=receiver_named(self.receiver).title,
             )  # fmt: skip
             self._profiles[widths, size] = made.profile((size,))
         return self._profiles[widths, size]
@@ -152,7 +151,7 @@ class WidthSearch(WidthSpace):
         return PlanRequest(
             **counts, microbatch_size=choice.microbatch_size, num_replicas=replicas,
             sharding="optimizer" if replicas > 1 else "none", memory_bytes=self.usable_bytes, options=_LAYOUT_OPTIONS,
-            constraints=self.own_cut(profile, choice.widths.pipeline) or rules.constraints,
+            constraints=self.own_cut(profile, choice.widths.pipeline) or rules.constraints_on(choice.widths.pipeline),
         )  # fmt: skip
 
     def problem(self, choice: Choice) -> Problem:

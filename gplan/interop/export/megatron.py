@@ -219,8 +219,8 @@ def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> list[
     ]
     if widths:
         notes.append(
-            "the loss is counted as Transformer Engine fuses it: --cross-entropy-loss-fusion --cross-entropy-fusion-impl te; newer "
-            "versions of Megatron-LM refuse that, and then the last device keeps logits in float32, in twice the bytes"
+            "the loss is counted as Megatron-LM computes it by default, which keeps logits in float32; --cross-entropy-loss-fusion is "
+            "faster and takes 4 bytes more for each logit in its backward; with --cross-entropy-fusion-impl te newer versions refuse it"
         )
     if "DeltaNet" in special and widths["context"] > 1:
         notes.append("gated delta nets with context parallelism need a Megatron-LM after core 0.16")
