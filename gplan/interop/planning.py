@@ -9,7 +9,7 @@ from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.core.units import percent_text
 from gplan.interop.author_layers import author_layers, authored_profile
-from gplan.interop.layouts import read_layout
+from gplan.interop.layouts import Layout, read_layout
 from gplan.interop.receivers import (
     constraints_for,
     decoder_of,
@@ -34,9 +34,7 @@ class ForReceiver:
     constraints: Constraints
     most_stages: int
     why_no_more: str
-    prediction: tuple[
-        str, ...
-    ] = ()  # layers of multi-token prediction and the head, where the former are on no first device
+    prediction: tuple[str, ...] = ()  # multi-token prediction and the head, where the former is on no first device
 
     @classmethod
     def of(cls, name: str, profile: Profile) -> ForReceiver:
@@ -102,9 +100,10 @@ def import_plan(
 ) -> Plan:
     """The plan that a trainer's layout is, with the best one that the trainer can run beside it in `Plan.rivals`.
 
-    `layout` is the text that the trainer reads, or that of a file which holds it (`gplan.interop.layouts`). The number of
-    devices is by default what the text says, else one for each stage, with four micro-batches for each; the schedule is
-    the receiver's, interleaved where devices have several stages. `options` are those of `gplan.balance`.
+    `layout` is the text that the trainer reads, or that of a file which holds it (`gplan.interop.layouts`). Devices,
+    micro-batches and recompute are by default what the text says, else there is one device for each stage, with four
+    micro-batches for each; the schedule is the receiver's, interleaved where devices have several stages. `options` are those
+    of `gplan.balance`.
 
     Raises UsageError for a layout that does not fit the profile, NoPlanError for one that does not fit the memory.
     """
@@ -115,8 +114,12 @@ def import_plan(
     for what, count in (("devices", num_devices), ("micro-batches", num_microbatches)):
         if count is not None and count < 1:
             raise UsageError(f"asked for {count} {what}; expected at least 1")
-    num_devices = num_devices or found.num_devices or found.num_stages
-    num_microbatches = num_microbatches or default_num_microbatches(num_devices)
+    num_devices = num_devices or found.numbers.get("num_devices") or found.num_stages
+    size = options.get("microbatch_size") or found.numbers.get("microbatch_size") or max(profile.microbatch_sizes)
+    options = {**options, "microbatch_size": size, "recompute": options.get("recompute") or found.recompute or "never"}
+    count, notes = _num_microbatches(found, size, profile)
+    notes = [*found.left_out, *([] if num_microbatches else notes)]
+    num_microbatches = num_microbatches or count or default_num_microbatches(num_devices)
     if schedule is None:
         chunks, rest = divmod(found.num_stages, num_devices)
         if rest:
@@ -154,7 +157,7 @@ def import_plan(
     proof = replace(plan.proof, solver="the layout given", lower_bound_s=bound_s)
     ratio = plan.prediction.step_s / best.prediction.step_s - 1
     peak = plan.peak_bytes / best.peak_bytes - 1 if best.peak_bytes else 0.0
-    notes = [*plan.notes, "the layout is as good as the best one"]
+    notes = [*plan.notes, *notes, "the layout is as good as the best one"]
     if plan.cuts != best.cuts and ratio >= 1e-9:
         sign = "+" if peak >= 0 else "-"
         notes[-1] = (
@@ -166,3 +169,33 @@ def import_plan(
         tensor, each = int(widths["tensor"]), f"{plan.num_replicas} replicas (data x context)"
         notes.append(f"tensor {tensor} x pipeline {plan.num_devices} x {each} = {tensor * plan.num_ranks} devices")
     return replace(plan, rivals=rivals, proof=proof, notes=tuple(notes))
+
+
+def _num_microbatches(found: Layout, size: int, profile: Profile) -> tuple[int | None, list[str]]:
+    """The micro-batches of a pipeline that the file of a layout speaks of, with notes; raises UsageError for widths of another profile."""
+    widths, given = dict(profile.model.settings), found.numbers
+    own = {**widths, "microbatch_size": str(profile.microbatch_sizes[0])} if "data" in widths else widths  # if computed
+    for name in ("tensor", "context", "expert", "sequence_length", "microbatch_size"):
+        if name in given and name in own and int(own[name]) != given[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"the file has {flag} {given[name]}, the profile {own[name]}; make the profile with gplan layout {flag} {given[name]}"
+            )
+    replicas, samples = int(widths.get("data", "1")), given.get("pipeline_batch")
+    if "num_microbatches" in given:
+        return given["num_microbatches"], []
+    if samples is None:
+        samples, rest = divmod(given.get("batch_size", 0), replicas)
+        if rest:
+            raise UsageError(
+                f"the file has a batch of {given['batch_size']} samples; expected a multiple of the profile's {replicas} replicas"
+            )
+    if samples % size:
+        raise UsageError(
+            f"{samples} samples of a pipeline are no multiple of micro-batches of {size}; give another --microbatch-size"
+        )
+    if "data" in widths or not samples or "pipeline_batch" in given:
+        return samples // size or None, []
+    return samples // size, [
+        f"all {samples} samples of the file's batch go through one pipeline; with N replicas give --microbatches {samples // size} / N"
+    ]
