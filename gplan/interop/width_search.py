@@ -162,10 +162,6 @@ class WidthSearch(WidthSpace):
         """The stages of a trainer that cuts layers itself; None for others; raises UsageError where a stage is empty."""
         if not _TRAINERS.get(self.receiver, MEGATRON).counts_blocks:
             return None
-        if self.decoder.kv_lora_rank or self.decoder.num_nextn_predict_layers:
-            raise UsageError(
-                f"{self.receiver} trains models like Llama, without latent attention or multi-token prediction"
-            )
         counts = layers_by_cost(self.decoder, num_stages)
         if not all(counts):
             raise UsageError(f"{self.receiver} leaves a stage of {num_stages} without layers; take fewer (--pp)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from itertools import combinations, product
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_fields
 
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.interop.export.exporters import export
 from gplan.interop.layouts import read_layout
 from gplan.interop.machine_layout import layout_of
+from gplan.interop.receiver_table import SPECIAL_LAYERS
 from gplan.interop.width_choices import Choice
 from gplan.interop.width_search import WidthSearch
 from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
@@ -490,3 +493,58 @@ def test_the_older_name_of_torchtitans_head_is_read() -> None:
     layers = [f"layers.{i}" for i in range(6)]
     text = str([["tok_embeddings", *layers[:4]], [*layers[4:], "norm", "output"]])
     assert read_layout(text, profile, receiver="torchtitan").cuts == (5,)
+
+
+FALCON = {
+    "model_type": "falcon",
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 1024,
+    "alibi": True,
+}
+STARCODER = {
+    "model_type": "starcoder2", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1024,
+    "intermediate_size": 4096, "num_key_value_heads": 2, "hidden_act": "gelu",
+}  # fmt: skip
+
+
+def test_what_a_trainers_models_do_not_have_is_refused_or_noted(tmp_path: Path) -> None:
+    """nanotron's are Llama, Qwen2 and StarCoder2; in Megatron-LM one's own model may have what its arguments do not."""
+    common: dict[str, Any] = {"hardware": "h200", "num_devices": 1}
+    files = {name: tmp_path / f"{name}.json" for name in ("falcon", "starcoder")}
+    files["falcon"].write_text(json.dumps(FALCON))
+    files["starcoder"].write_text(json.dumps(STARCODER))
+    with pytest.raises(
+        UsageError, match="the model has attention and perceptron side by side, LayerNorm, .*the models of nanotron"
+    ):
+        layout_of(str(files["falcon"]), receiver="nanotron", **common)
+    assert layout_of(str(files["starcoder"]), receiver="nanotron", **common).plan
+    with pytest.raises(UsageError, match="the model has norms of queries and keys, which"):
+        layout_of("qwen3-0.6b", receiver="nanotron", settings=["head_dim=64"], **common)
+    notes = {}
+    for receiver, name in (("megatron", "falcon"), ("megatron", "starcoder"), ("automodel", "falcon")):
+        found = layout_of(str(files[name]), receiver=receiver, settings=["tie_word_embeddings=false"], **common)
+        notes[receiver, name] = export(found.plan, to=receiver, profile=found.profile).notes
+    assert [
+        x
+        for x in notes["megatron", "falcon"]
+        if x.startswith(
+            "Megatron-LM's own models have no attention and perceptron side by side and biases of attention by distance (ALiBi):"
+        )
+    ]
+    assert not [
+        x for key in (("megatron", "starcoder"), ("automodel", "falcon")) for x in notes[key] if "own models" in x
+    ]
+
+
+def test_every_special_part_of_a_model_has_its_words() -> None:
+    decoder = load_decoder("llama3-8b", SMALL)
+    every = replace_fields(
+        decoder, num_block_norms=4, norms_after=True, is_parallel=True, has_norm_biases=True, has_norm_weights=False,
+        has_embedding_norm=True, has_head_norms=True, heads_norm_apart=True, is_gated=False, hidden_act="xielu", mlp_bias=True,
+        lm_head_bias=True, learned_positions=8192, alibi=True, has_sinks=True, attn_output_gate=True, head_dim=64,
+        values_are_keys=True, attention_chunk_size=8192,
+    )  # fmt: skip
+    assert not decoder.special and len(every.special) > 15
+    assert {*every.special} <= {*SPECIAL_LAYERS}

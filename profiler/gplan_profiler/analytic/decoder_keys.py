@@ -40,6 +40,7 @@ _SAME_KEY = {
     "moe_layer_interval": "interleave_moe_layer_step",
     "num_dense_layers": "first_k_dense_replace",
     "layers_block_type": "layer_types",
+    **dict.fromkeys(("mlp_hidden_act", "hidden_activation", "activation_function", "ffn_act"), "hidden_act"),
 }
 _LAYER_KINDS = {  # other names in layer_types
     "attention": "full_attention",
@@ -56,7 +57,7 @@ _NO_EFFECT = re.compile(  # on the weights of layers and their work
     r"(bos|eos|pad|sep|cls|mask|unk|eod|im_start|im_end|image|video|audio|boi|eoi|decoder_start)_token(_id|_ids|_index)?|"
     r"[a-z_]*_token_(id|index)|(pad|mask_init|(im|text|image|video|audio)_(start|end))_id|(id2label|label2id|problem_type|finetuning_task|task_specific_params|return_dict)|"
     r"use_cache|use_return_dict|is_(encoder_decoder|decoder)|output_(attentions|hidden_states|router_logits)|torchscript|"
-    r"(hidden|mlp_hidden|ffn)_act|hidden_activation|activation_function|pretraining_tp|tp_plan|ep_size|cache_implementation|"
+    r"pretraining_tp|tp_plan|ep_size|cache_implementation|"
     r"chunk_size_feed_forward|tokenizer_class|prefix|use_flash_attn|use_bfloat16|fp32_[a-z_]*|attn_implementation|gradient_checkpointing|"
     r"(original_|initial_)?(max_position_embeddings|context_length)|model_max_length|max_sequence_length|max_window_size|seq_length|"
     r"rope_(theta|scaling|parameters|type|ratio|local_base_freq|interleave|interleaved|traditional)|layer_rope_theta|"
