@@ -202,6 +202,23 @@ def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
     assert replace(one, num_devices=enough, batch_size=enough).run().plan.peak_bytes <= one.usable_bytes
 
 
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    small = replace(load_hardware("a100"), memory_bytes=8 << 30)
+    one = search(hardware=small, num_devices=1, batch_size=4)
+    with pytest.raises(NoPlanError, match=r"of its 8.00 GiB; the least found is .* too much \(tensor 1, .*recompute\)"):
+        one.run()
+
+
+def test_reasons_for_what_a_trainer_cannot_run_are_one_line() -> None:
+    decoder = load_decoder("llama3-8b", {**SMALL, "tie_word_embeddings": True})
+    found = search(decoder=decoder, receiver="torchtitan", num_devices=8).run()
+    reasons = [x for x in widths_text(found) if "not possible: " in x]
+    assert len(reasons) == 1 and reasons[0].endswith(" reasons more") and "untie it" in reasons[0]
+    assert len(found.ruled_out) <= 6
+    assert all(x.choice.widths.pipeline == 1 for x in found.planned)
+    assert all(x.widths.pipeline == 1 for x, _ in found.unplanned), "settings that are not possible have no bound"
+
+
 @pytest.mark.parametrize(("memory", "fitting"), [(8, 2), (4, 4)])
 def test_a_machine_that_fits_may_be_part_of_a_node(memory: int, fitting: int) -> None:
     small = replace(load_hardware("a100"), memory_bytes=memory << 30)
