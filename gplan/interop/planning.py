@@ -181,7 +181,8 @@ def _num_microbatches(found: Layout, size: int, profile: Profile) -> tuple[int |
             raise UsageError(
                 f"the file has {flag} {given[name]}, the profile {own[name]}; make the profile with gplan layout {flag} {given[name]}"
             )
-    replicas, samples = int(widths.get("data", "1")), given.get("pipeline_batch")
+    replicas = int(widths.get("data", "1"))
+    samples = given.get("pipeline_batch") if found.num_stages > 1 or "batch_size" not in given else None
     if "num_microbatches" in given:
         return given["num_microbatches"], []
     if samples is None:
@@ -194,7 +195,7 @@ def _num_microbatches(found: Layout, size: int, profile: Profile) -> tuple[int |
         raise UsageError(
             f"{samples} samples of a pipeline are no multiple of micro-batches of {size}; give another --microbatch-size"
         )
-    if "data" in widths or not samples or "pipeline_batch" in given:
+    if "data" in widths or not samples or (found.num_stages > 1 and "pipeline_batch" in given):
         return samples // size or None, []
     return samples // size, [
         f"all {samples} samples of the file's batch go through one pipeline; with N replicas give --microbatches {samples // size} / N"

@@ -361,6 +361,18 @@ def test_a_file_says_how_its_layout_is_run(here: Path, capsys: pytest.CaptureFix
         back = gplan.load("back.plan.json")
         assert isinstance(made, Plan) and isinstance(back, Plan) and back.recompute == "always"
         assert (back.num_microbatches, back.batch_size) == (made.num_microbatches, made.batch_size)
+    for receiver in (
+        "torchtitan",
+        "automodel",
+    ):  # with one stage the local batch is a micro-batch, and the global one counts
+        capsys.readouterr()
+        assert gplan_exits("layout", "qwen3-0.6b", "--pp", "1", "--data", "2", "--gbs", "32", "--to", receiver) == 0
+        text, profile = capsys.readouterr().out, gplan.load("gplan.profile.json")
+        assert isinstance(profile, Profile)
+        if receiver == "automodel":
+            assert 'STEP_SCHEDULER = {"global_batch_size": 32, "local_batch_size": 1}' in text
+        assert import_plan(text, profile, receiver=receiver).num_microbatches == 16
+    assert gplan_exits("layout", "llama3-8b", *arguments) == 0
     profile = gplan.load("gplan.profile.json")
     assert isinstance(profile, Profile)
     script = """
