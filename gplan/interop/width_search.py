@@ -95,13 +95,18 @@ class ChosenWidths:
 
     plan: Plan
     profile: Profile
-    receiver: str
+    search: WidthSpace  # model, machine and trainer
     planned: tuple[PlannedChoice, ...]  # the chosen one, then the others, fastest first
     unplanned: tuple[tuple[Choice, float], ...] = ()  # widths without a partition: bounds in seconds, lowest first
     lower_bound_s: float  # of all settings
     ruled_out: Counter[str] = field(default_factory=Counter)  # how many settings, by the reason
     num_choices: int = 1
     is_cut_short: bool = False  # by the time limit, before the gap was small
+
+    @property
+    def receiver(self) -> str:
+        """The trainer."""
+        return self.search.receiver
 
     @property
     def best(self) -> PlannedChoice:
@@ -460,7 +465,7 @@ class _SearchState:
         gap = percent_text(1 - lower_bound_s / best.step_s)
         self.ruled_out[f"not planned: at most {gap} faster than the first, by a lower bound of their step"] = num_open
         return ChosenWidths(
-            plan=plan, profile=profile, receiver=self.search.receiver, planned=(best, *(self.planned[i] for i in order[1:])),
+            plan=plan, profile=profile, search=self.search, planned=(best, *(self.planned[i] for i in order[1:])),
             unplanned=tuple(unplanned[:_NUM_UNPLANNED]), lower_bound_s=lower_bound_s,
             ruled_out=+self.ruled_out, num_choices=len(self.bounds), is_cut_short=any(
                 x < self.best_s * (1 - _GAPS[-1]) and i not in self.finished for i, x in enumerate(self.bounds_s)

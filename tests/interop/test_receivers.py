@@ -496,6 +496,12 @@ def test_a_layout_for_scripts(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(x["choice"]["recompute"] == "never" for x in found["alternatives"])  # all that Automodel has
     assert not [x for x in found["ruled_out"] if x.endswith("with")]
     assert any("NeMo Automodel" in x for x in found["notes"])
+    assert widths["expert_tensor"] == widths["tensor"] and found["machine"]["hardware"] == "h200"
+    assert (
+        predicted["flops_per_s_per_device"] > 1e13 and 2e9 < found["num_parameters"] == found["active_parameters"] < 3e9
+    )
+    assert gplan_exits("show", "gplan.plan.json") == 0
+    assert "widths beside the pipeline: tensor" in " ".join(capsys.readouterr().out.split())
 
 
 def test_no_training_is_predicted_of_what_serves(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
