@@ -29,7 +29,7 @@ SPECIAL_LAYERS = {
     "WeightlessNorm": "norms without weights",
     "EmbeddingNorm": "a norm behind the embedding",
     "HeadNorm": "norms of queries and keys",
-    "WideHeadNorm": "such norms over all heads together",
+    "WideHeadNorm": "norms over all heads of queries and keys together",
     "Plain": "perceptrons without a gate",
     "GatedGelu": "perceptrons gated by GELU",
     "Relu": "ReLU perceptrons",

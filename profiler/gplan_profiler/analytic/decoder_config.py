@@ -313,7 +313,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
             "LayerNorm": self.has_norm_biases,
             "WeightlessNorm": not self.has_norm_weights,
             "EmbeddingNorm": self.has_embedding_norm,
-            "HeadNorm": self.has_head_norms,
+            "HeadNorm": self.has_head_norms and not self.heads_norm_apart,
             "WideHeadNorm": self.has_head_norms and self.heads_norm_apart,
             "Plain": not self.is_gated,
             "GatedGelu": self.is_gated and act == "gelu",
