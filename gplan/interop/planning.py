@@ -117,9 +117,8 @@ def import_plan(
     num_devices = num_devices or found.numbers.get("num_devices") or found.num_stages
     size = options.get("microbatch_size") or found.numbers.get("microbatch_size") or max(profile.microbatch_sizes)
     options = {**options, "microbatch_size": size, "recompute": options.get("recompute") or found.recompute or "never"}
-    count, notes = _num_microbatches(found, size, profile)
-    notes = [*found.left_out, *([] if num_microbatches else notes)]
-    num_microbatches = num_microbatches or count or default_num_microbatches(num_devices)
+    num_microbatches, notes = _num_microbatches(found, size, profile, num_microbatches)
+    num_microbatches = num_microbatches or default_num_microbatches(num_devices)
     if schedule is None:
         chunks, rest = divmod(found.num_stages, num_devices)
         if rest:
@@ -157,7 +156,7 @@ def import_plan(
     proof = replace(plan.proof, solver="the layout given", lower_bound_s=bound_s)
     ratio = plan.prediction.step_s / best.prediction.step_s - 1
     peak = plan.peak_bytes / best.peak_bytes - 1 if best.peak_bytes else 0.0
-    notes = [*plan.notes, *notes, "the layout is as good as the best one"]
+    notes = [*plan.notes, *found.left_out, *notes, "the layout is as good as the best one"]
     if plan.cuts != best.cuts and ratio >= 1e-9:
         sign = "+" if peak >= 0 else "-"
         notes[-1] = (
@@ -171,8 +170,11 @@ def import_plan(
     return replace(plan, rivals=rivals, proof=proof, notes=tuple(notes))
 
 
-def _num_microbatches(found: Layout, size: int, profile: Profile) -> tuple[int | None, list[str]]:
-    """The micro-batches of a pipeline that the file of a layout speaks of, with notes; raises UsageError for widths of another profile."""
+def _num_microbatches(found: Layout, size: int, profile: Profile, asked: int | None) -> tuple[int | None, list[str]]:
+    """The micro-batches of a pipeline that are asked for, or that the file of a layout has, with notes.
+
+    Raises UsageError for a file with other widths than the profile's.
+    """
     widths, given = dict(profile.model.settings), found.numbers
     own = {**widths, "microbatch_size": str(profile.microbatch_sizes[0])} if "data" in widths else widths  # if computed
     for name in ("tensor", "context", "expert", "sequence_length", "microbatch_size"):
@@ -183,8 +185,8 @@ def _num_microbatches(found: Layout, size: int, profile: Profile) -> tuple[int |
             )
     replicas = int(widths.get("data", "1"))
     samples = given.get("pipeline_batch") if found.num_stages > 1 or "batch_size" not in given else None
-    if "num_microbatches" in given:
-        return given["num_microbatches"], []
+    if asked or "num_microbatches" in given:
+        return asked or given["num_microbatches"], []
     if samples is None:
         samples, rest = divmod(given.get("batch_size", 0), replicas)
         if rest:

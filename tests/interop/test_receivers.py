@@ -386,6 +386,8 @@ torchrun pretrain_gpt.py --pipeline-model-parallel-size 4 --num-layers 32 --micr
         plan = import_plan(script % (granularity, 1), profile, receiver="megatron")
         assert (plan.num_microbatches, plan.batch_size, plan.recompute) == (32, 64, mode)
         assert any(f"--recompute-granularity {granularity.split()[0]}" in x for x in plan.notes)
+    asked = import_plan(script.replace("64", "63", 1) % ("full", 1), profile, receiver="megatron", num_microbatches=8)
+    assert asked.num_microbatches == 8, "what is asked for replaces a batch that the replicas do not divide"
     with pytest.raises(UsageError, match="the file has --tensor 8, the profile 1; make .* gplan layout --tensor 8"):
         import_plan(script % ("full", 8), profile, receiver="megatron")
 
