@@ -85,6 +85,12 @@ def best_even_cut(problem: Problem, blocks: range, *, head: int) -> EvenCut | No
     return None
 
 
+def least_even_peak(problem: Problem, blocks: range, *, head: int) -> float:
+    """The least that the fullest device holds, of the partitions by rule; infinite where there are none."""
+    ends = _possible(problem, [*_cuts_by_counts(problem, blocks, head), *_cuts_by_time(problem, blocks)])
+    return float(_peaks(problem, ends).min()) if ends.size else math.inf
+
+
 def bettered_cut(
     problem: Problem, blocks: range, *, head: int, start: EvenCut | None, deadline_s: float
 ) -> EvenCut | None:

@@ -34,6 +34,8 @@ from gplan_profiler.analytic.trainers import MEGATRON, Trainer
 
 UNDIVIDED = "replicas"
 """The setting that says over how many replicas a plan is to divide the optimizer's state, where the profile does not."""
+SPECIAL = "special"
+"""The setting that names what not every trainer's models have (`Decoder.special`)."""
 _STATE = 12  # bytes of the optimizer's state: master weights and two moments
 _MASTER = 4  # of a master weight, and of its gradient while it is updated
 _GRADIENT_PASSES = 4  # over the gradients once a step: cleared, scaled (read and written), checked for NaN
@@ -131,7 +133,8 @@ class DecoderProfile:
                     for x in self.widths.__slots__
                     if x != "order" or self.widths.order != ORDER
                 )
-                + (() if self.divides_state else ((UNDIVIDED, str(self.widths.replicas)),)),
+                + (() if self.divides_state else ((UNDIVIDED, str(self.widths.replicas)),))
+                + (((SPECIAL, ",".join(special)),) if (special := self.decoder.special) else ()),
                 digest=sha256(repr(self).encode()).hexdigest()[:16],
             ),
             device=self.hardware.device(),
