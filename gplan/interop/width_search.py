@@ -25,6 +25,7 @@ from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted, percent_text
 from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE
+from gplan.cost.stage_table import StageTable
 from gplan.graph.down_sets import Ints
 from gplan.interop.planning import ForReceiver
 from gplan.interop.receivers import decoder_of, receiver_named
@@ -128,6 +129,7 @@ class WidthSearch(WidthSpace):
     time_limit_s: float | None = None  # None: `default_time_limit_s`
     _profiles: dict[tuple[Widths, int], Profile] = field(default_factory=dict, repr=False, compare=False)
     _rules: list[ForReceiver] = field(default_factory=list, repr=False, compare=False)
+    _tables: dict[tuple[Widths, int, int], StageTable] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def usable_bytes(self) -> int:
@@ -166,7 +168,10 @@ class WidthSearch(WidthSpace):
 
     def problem(self, choice: Choice) -> Problem:
         """The partition of a setting; raises UsageError for one that the trainer cannot run."""
-        return problem_of(self.profile_of(choice.widths, choice.microbatch_size), self.request(choice))
+        key = choice.widths, choice.microbatch_size, choice.num_microbatches
+        problem = problem_of(self.profile_of(*key[:2]), self.request(choice), self._tables.get(key))
+        self._tables[key] = problem.costs  # the same for all numbers of stages, with and without recompute
+        return problem
 
     def own_cut(self, profile: Profile, num_stages: int) -> Constraints | None:
         """The stages of a trainer that cuts layers itself; None for others; raises UsageError where a stage is empty."""
@@ -179,9 +184,11 @@ class WidthSearch(WidthSpace):
         return Constraints(cut_after=tuple(profile.layers[x].name for x in ends))
 
     def bounds_of(self, choice: Choice) -> ChoiceBounds:
-        """The bounds of a setting in closed form."""
-        profile = self.profile_of(choice.widths, choice.microbatch_size)
-        return ChoiceBounds(choice, profile, self.usable_bytes)
+        """The bounds of a setting in closed form; larger micro-batches are of no use where the state of weights does not fit."""
+        bounds = ChoiceBounds(choice, self.profile_of(choice.widths, 1), self.usable_bytes)
+        if choice.microbatch_size == 1 or bounds.device_state_bytes > self.usable_bytes:
+            return bounds
+        return replace(bounds, profile=self.profile_of(choice.widths, choice.microbatch_size))
 
     def even_cut(self, problem: Problem) -> EvenCut | None:
         """The best of some even partitions of a setting; None where none of them fits the memory."""
@@ -280,6 +287,7 @@ class _SearchState:
     bounds_s: list[float]  # no plan of the setting is faster
     started_s: float
     planned: dict[int, PlannedChoice] = field(default_factory=dict)
+    blocks: dict[tuple[Widths, int], range | None] = field(default_factory=dict)  # that programs count
     programs: dict[int, BlockProgram] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)  # settings whose bounds no more time raises
     ruled_out: Counter[str] = field(default_factory=Counter)
@@ -366,17 +374,22 @@ class _SearchState:
                 if not lowest:
                     break
                 i, until_s = lowest[0][1], _TURN * (lowest[1][0] if lowest[1:] else INFINITY)
-                self._improve(i, gap, until_s=until_s, deadline_s=min(deadline_s, now_s + turn_s))
+                self._improve(i, gap, until_s=until_s, deadline_s=deadline_s, turn_s=turn_s)
                 spent_s[i] += time.perf_counter() - now_s
 
-    def _improve(self, i: int, gap: float, *, until_s: float, deadline_s: float) -> None:
-        """Better the partition of a setting, or raise its bound to `until_s`."""
+    def _improve(self, i: int, gap: float, *, until_s: float, deadline_s: float, turn_s: float) -> None:
+        """Better the partition of a setting, or raise its bound to `until_s`, in a turn that begins with its first rows."""
         if (problem := self.possible(i, self.search.problem)) is None:
             return
-        if blocks := equal_blocks(problem):
+        key = self.bounds[i].choice.widths, self.bounds[i].choice.microbatch_size
+        if key not in self.blocks:
+            self.blocks[key] = equal_blocks(problem)
+        if blocks := self.blocks[key]:
             program = self.programs.setdefault(i, BlockProgram(problem, blocks))
+            program.begin(min(deadline_s, time.perf_counter() + turn_s))
             known = Counted(cut=None, step_s=self.best_s, lower_bound_s=self.bounds_s[i])
-            counted_blocks = program.solve(known, enough=gap, deadline_s=deadline_s, until_s=until_s)
+            end_s = min(deadline_s, time.perf_counter() + turn_s)
+            counted_blocks = program.solve(known, enough=gap, deadline_s=end_s, until_s=until_s)
             self._record(i, counted_blocks.lower_bound_s, counted_blocks.cut, "block-program/HiGHS")
             if counted_blocks.is_final:
                 self.finished.add(i)
@@ -387,7 +400,7 @@ class _SearchState:
             start = None
             if i in self.planned:
                 start = Solution(stages=self.planned[i].cut.stages(), lower_bound_s=0.0, solver="even cuts")
-            left_s = min(_PARTITION_LIMIT_S, deadline_s - time.perf_counter())
+            left_s = min(_PARTITION_LIMIT_S, turn_s, deadline_s - time.perf_counter())
             try:
                 solution = solve(problem, start=start, time_limit_s=left_s, cutoff_s=self.best_s)
             except NoPlanError:  # not known in that time
