@@ -143,20 +143,25 @@ def layout(config: str, profile_file: Path, output: Path, as_json: bool, **dials
 
 @click.command(cls=Verb, name="import-plan")
 @click.argument("layout")
-@click.option("--from", "receiver", required=True, type=TrainerChoice(RECEIVERS), help="The trainer.")
+@click.option("--from", "receiver", required=True, help="The trainer.",
+              type=TrainerChoice([x for x, trainer in RECEIVERS.items() if trainer.cuts != "own"]))  # fmt: skip
 @click.option(
     "--profile", "profile_file", default=PROFILE_FILE, show_default=True, type=PATH, help="The profile of the model."
 )
 @click.option(
     "--k", "num_devices", type=int, help="Devices in one pipeline.  [default: as the file says, or one a stage]"
 )
-@click.option("--microbatches", "num_microbatches", type=int, help="Micro-batches per step.  [default: 4 K]")
-@click.option("--microbatch-size", type=int, help="Samples per micro-batch.  [default: the largest profiled]")
+@click.option(
+    "--microbatches", "num_microbatches", type=int, help="Micro-batches per step.  [default: as the file says, or 4 K]"
+)
+@click.option(
+    "--microbatch-size", type=int, help="Samples per micro-batch.  [default: as the file says, or the largest profiled]"
+)
 @click.option(
     "--schedule", metavar="NAME|FILE", help="The schedule.  [default: 1f1b, interleaved with several stages a device]"
 )
-@click.option("--recompute", default="never", show_default=True, type=click.Choice(["never", "always", "except-last"]),
-              help="What the trainer recomputes.")  # fmt: skip
+@click.option("--recompute", type=click.Choice(["never", "always", "except-last"]),
+              help="What the trainer recomputes.  [default: as the file says, or never]")  # fmt: skip
 @memory_option("that of the profile")
 @output_option(PLAN_FILE)
 @json_option

@@ -58,8 +58,10 @@ def check_amounts(value: object, *, signed: str = "") -> None:
 
     The field `signed` may be negative.
     """
-    names = _amounts(type(value))  # type: ignore[arg-type]  # a class is hashable
-    check_not_negative(value, *(x for x in names if x != signed and getattr(value, x) is not None))
+    for name in _amounts(type(value)):  # type: ignore[arg-type]  # a class is hashable
+        number = getattr(value, name)
+        if number is not None and not 0 <= number < math.inf and name != signed:
+            check_not_negative(value, name)
 
 
 @cache

@@ -185,7 +185,8 @@ class LayerSums:
         if field not in self._known_held:
             own = np.array([getattr(x, field) for x in self.profile.layers])
             numbers = (getattr(x, field) for x in self.profile.shared_weights)
-            self._known_held[field] = self.downsets.sums(own), list(zip(self._users_of_shared, numbers, strict=True))
+            shared = [(x, number) for x, number in zip(self._users_of_shared, numbers, strict=True) if number]
+            self._known_held[field] = self.downsets.sums(own), shared
         return self._known_held[field]
 
     @cached_property

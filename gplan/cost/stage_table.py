@@ -12,7 +12,7 @@ optimizer's time by the measured times of the layers' updates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -69,6 +69,16 @@ class StageTable:
     given_downsets: DownSets | None = None  # None: the layers stay in the profile's order
     num_replicas: int = 1  # R, that average their gradients over the profile's link of replicas
     sharding: Sharding = "none"  # over the replicas; the profile is then that of one of them
+
+    def with_microbatches(self, num_microbatches: int) -> StageTable:
+        """The table of so many micro-batches, the same whenever it is asked for."""
+        if num_microbatches not in self._others:
+            self._others[num_microbatches] = replace(self, num_microbatches=num_microbatches)
+        return self._others[num_microbatches]
+
+    @cached_property
+    def _others(self) -> dict[int, StageTable]:
+        return {self.num_microbatches: self}
 
     # --- the layers and where they can be cut
 

@@ -2,7 +2,7 @@
 
 A layout is what the receiver itself reads (Megatron's string, torchtitan's and Automodel's lists, DeepSpeed's boundaries,
 the counts of vLLM, SGLang and torchgpipe, split points of torch), alone or within the file that holds it: an export of
-gplan, a shell script with the arguments, a Python module with the literal.
+gplan, a shell script with the arguments, a Python module with the literal. Batch sizes and recompute are read beside it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import cast
 
-from gplan.core import Profile
+from gplan.core import Profile, RecomputeMode
 from gplan.core.errors import UsageError
 from gplan.interop.export.module_lists import ROTARY
 from gplan.interop.receiver_table import RECEIVERS
@@ -22,10 +23,12 @@ from gplan.interop.receivers import check_granularity, child_name, decoder_of, m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A partition of a profile as a receiver has it."""
+    """A partition of a profile as a receiver has it, and what the text says beside it of how it is run."""
 
     cuts: tuple[int, ...]  # the first layer of each stage but stage 0
-    num_devices: int | None  # K, where the text says it
+    numbers: Mapping[str, int]  # by the names of `_NUMBERS`
+    recompute: RecomputeMode | None
+    left_out: tuple[str, ...]  # sentences on what the plan does not have
 
     @property
     def num_stages(self) -> int:
@@ -42,6 +45,8 @@ def read_layout(text: str, profile: Profile, *, receiver: str) -> Layout:
     if receiver not in _READERS:
         why = "it cuts the blocks itself" if receiver in RECEIVERS else "it is not known"
         raise UsageError(f"layouts of {receiver!r} cannot be read, {why}; expected one of {', '.join(_READERS)}")
+    if receiver in ("megatron", "verl"):
+        text = with_variables(text)
     if not text.strip():
         raise UsageError(f"the layout is empty; expected the text that {RECEIVERS[receiver].title} reads")
     names = tuple(layer.name for layer in profile.layers)
@@ -50,11 +55,70 @@ def read_layout(text: str, profile: Profile, *, receiver: str) -> Layout:
     for stage, (first, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
         if first >= end:
             raise UsageError(f"stage {stage} of the layout is empty; a stage of gplan has at least one layer")
-    size = re.search(  # the number of pipeline ranks, where a file has it beside the layout
-        r"pipeline_(?:model_)?parallel_(?:size|degree)[=\s]+(\d+)|num_stages\W+(\d+)", text.replace("-", "_")
-    )
-    num_devices = int(size[1] or size[2]) if size else None
-    return Layout(cuts=tuple(ends[:-1]), num_devices=num_devices)
+    recompute, left_out = _recompute(text)
+    return Layout(cuts=tuple(ends[:-1]), numbers=_numbers_beside(text), recompute=recompute, left_out=left_out)
+
+
+# How a pipeline is run, where a file has it beside the layout
+
+_NUMBERS = {
+    "num_devices": r"pipeline_(?:model_)?parallel_(?:size|degree)|pp_size|num_stages",
+    "microbatch_size": r"(?:train_)?micro_batch_size(?:_per_gpu)?|pipeline_parallel_microbatch_size|pp_microbatch_size",
+    "num_microbatches": "gradient_accumulation_steps|n_microbatches|num_pp_microbatches|chunks",
+    "pipeline_batch": "local_batch_size|pp_batch_size",  # samples of a step in one pipeline
+    "batch_size": "global_batch_size|train_batch_size",
+    "tensor": "tensor_(?:model_)?parallel_(?:size|degree)|tp_size",
+    "context": "context_parallel_(?:size|degree)|cp_size",
+    "expert": "expert_(?:model_)?parallel_(?:size|degree)|ep_size",
+    "sequence_length": "seq_length|sequence_length|seq_len",
+}
+"""The names of numbers in the files of all receivers, with _ for -."""
+_AFTER = r"[\"']?[\s=:\\]+[\"']?"  # between a name and its value
+
+
+def with_variables(text: str) -> str:
+    """A shell script with the values of the variables that it sets to numbers or words, without comments.
+
+    >>> with_variables("MBS=2  # samples\\n--micro-batch-size ${MBS} --seq-length $LENGTH")
+    'MBS=2\\n--micro-batch-size 2 --seq-length $LENGTH'
+    """
+    plain = re.sub(r"[ \t]*(?:(?<=\s)|^)#.*", "", text, flags=re.MULTILINE)
+    found = dict(re.findall(r"^\s*(?:export\s+)?(\w+)=[\"']?([\w.]+)[\"']?\s*$", plain, re.MULTILINE))
+    return re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda x: found.get(x[1] or x[2], x[0]), plain)
+
+
+def _numbers_beside(text: str) -> dict[str, int]:
+    plain, found = text.replace("-", "_"), dict[str, int]()
+    for name, keys in _NUMBERS.items():
+        if match := re.search(rf"(?<![a-z])(?<![a-z]_)(?:{keys}){_AFTER}(\d{{1,9}})\b", plain):
+            found[name] = int(match[1])
+    return found
+
+
+def _recompute(text: str) -> tuple[RecomputeMode | None, tuple[str, ...]]:
+    """What a file recomputes, as the mode of a plan, with sentences on what is different there."""
+    found = dict(re.findall(rf"(recompute_\w+){_AFTER}(\w+)", text.replace("-", "_")))
+    given = ", ".join(f"--{x.replace('_', '-')} {y}" for x, y in found.items())
+    if "recompute_activations" in text.replace("-", "_") or found.get("recompute_granularity") == "selective":
+        return "never", (
+            f"{given or '--recompute-activations'} is left out: a plan recomputes whole stages or, as here, nothing",
+        )
+    if found.get("recompute_method") == "block":
+        return "never", (
+            f"{given} is left out: a plan recomputes whole stages (--recompute always) or, as here, nothing",
+        )
+    if "recompute_granularity" in found:
+        return "always", (
+            f"{given} recomputes in chunks of blocks, the plan whole stages: time and memory will differ",
+        )
+    if "SelectiveAC" in text:
+        return "never", (
+            "selective activation checkpointing is left out: a plan recomputes whole stages or, as here, nothing",
+        )
+    if re.search(r"FullAC|activation_checkpoint_interval\W+[1-9]", text):
+        return "always", ()
+    mode = re.search(r"\bcheckpoint\s*=\s*[\"'](always|except_last|never)", text)
+    return (cast(RecomputeMode, mode[1].replace("_", "-")) if mode else None), ()
 
 
 # Megatron-LM and verl

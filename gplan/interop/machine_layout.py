@@ -163,5 +163,5 @@ def _of_given_widths(
         choice=choice, cut=EvenCut(ends=ends, step_s=plan.prediction.step_s, peak_bytes=plan.peak_bytes)
     )
     return ChosenWidths(
-        plan=plan, profile=profile, receiver=search.receiver, planned=(one,), lower_bound_s=plan.proof.lower_bound_s
+        plan=plan, profile=profile, search=search, planned=(one,), lower_bound_s=plan.proof.lower_bound_s
     )

@@ -9,8 +9,15 @@ from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import UsageError
 from gplan.core.units import percent_text
 from gplan.interop.author_layers import author_layers, authored_profile
-from gplan.interop.layouts import read_layout
-from gplan.interop.receivers import constraints_for, indivisible, most_stages, receiver_named, settings_problem
+from gplan.interop.layouts import Layout, read_layout
+from gplan.interop.receivers import (
+    constraints_for,
+    decoder_of,
+    indivisible,
+    most_stages,
+    receiver_named,
+    settings_problem,
+)
 from gplan.partition.balance import alternative_of, best_plan, problem_of
 from gplan.partition.validation import combined
 from gplan.schedules.registry import default_num_microbatches, num_stages_of
@@ -27,6 +34,7 @@ class ForReceiver:
     constraints: Constraints
     most_stages: int
     why_no_more: str
+    prediction: tuple[str, ...] = ()  # multi-token prediction and the head, where the former is on no first device
 
     @classmethod
     def of(cls, name: str, profile: Profile) -> ForReceiver:
@@ -34,7 +42,18 @@ class ForReceiver:
         constraints, whole = constraints_for(name, profile), authored_profile(profile)
         names = [layer.name for layer in whole.layers]
         most, why = most_stages(names, indivisible(name, names, whole))
-        return cls(name=name, constraints=constraints, most_stages=most, why_no_more=why)
+        prediction = range(0)
+        if receiver_named(name).cuts == "decoder" and len(whole.layers) == len(profile.layers):
+            prediction = decoder_of(names, name).prediction
+        last = names[prediction.start : prediction.stop + 1] if prediction else []
+        return cls(name=name, constraints=constraints, most_stages=most, why_no_more=why, prediction=tuple(last))
+
+    def constraints_on(self, num_devices: int) -> Constraints:
+        """The constraints; with few devices multi-token prediction stays with the head, as it would else be on the first one."""
+        if not 1 < num_devices <= len(self.prediction):
+            return self.constraints
+        kept = (self.prediction[0], self.prediction[-1])
+        return replace(self.constraints, keep_together=(*self.constraints.keep_together, kept))
 
     def allows(self, setting: PipelineSetting) -> bool:
         """Whether the receiver can run a pipeline so."""
@@ -51,7 +70,8 @@ class ForReceiver:
                     num_microbatches=num_microbatches,
                 )
             )  # fmt: skip
-        constraints = combined([request.constraints, self.constraints])
+        on_devices = self.constraints_on(num_devices) if isinstance(num_devices, int) else self.constraints
+        constraints = combined([request.constraints, on_devices])
         return replace(request, constraints=constraints, allows=self.allows)
 
     def default_schedule(self, num_chunks: int = 1) -> str:
@@ -80,9 +100,10 @@ def import_plan(
 ) -> Plan:
     """The plan that a trainer's layout is, with the best one that the trainer can run beside it in `Plan.rivals`.
 
-    `layout` is the text that the trainer reads, or that of a file which holds it (`gplan.interop.layouts`). The number of
-    devices is by default what the text says, else one for each stage, with four micro-batches for each; the schedule is
-    the receiver's, interleaved where devices have several stages. `options` are those of `gplan.balance`.
+    `layout` is the text that the trainer reads, or that of a file which holds it (`gplan.interop.layouts`). Devices,
+    micro-batches and recompute are by default what the text says, else there is one device for each stage, with four
+    micro-batches for each; the schedule is the receiver's, interleaved where devices have several stages. `options` are those
+    of `gplan.balance`.
 
     Raises UsageError for a layout that does not fit the profile, NoPlanError for one that does not fit the memory.
     """
@@ -93,7 +114,10 @@ def import_plan(
     for what, count in (("devices", num_devices), ("micro-batches", num_microbatches)):
         if count is not None and count < 1:
             raise UsageError(f"asked for {count} {what}; expected at least 1")
-    num_devices = num_devices or found.num_devices or found.num_stages
+    num_devices = num_devices or found.numbers.get("num_devices") or found.num_stages
+    size = options.get("microbatch_size") or found.numbers.get("microbatch_size") or max(profile.microbatch_sizes)
+    options = {**options, "microbatch_size": size, "recompute": options.get("recompute") or found.recompute or "never"}
+    num_microbatches, notes = _num_microbatches(found, size, profile, num_microbatches)
     num_microbatches = num_microbatches or default_num_microbatches(num_devices)
     if schedule is None:
         chunks, rest = divmod(found.num_stages, num_devices)
@@ -132,7 +156,7 @@ def import_plan(
     proof = replace(plan.proof, solver="the layout given", lower_bound_s=bound_s)
     ratio = plan.prediction.step_s / best.prediction.step_s - 1
     peak = plan.peak_bytes / best.peak_bytes - 1 if best.peak_bytes else 0.0
-    notes = [*plan.notes, "the layout is as good as the best one"]
+    notes = [*plan.notes, *found.left_out, *notes, "the layout is as good as the best one"]
     if plan.cuts != best.cuts and ratio >= 1e-9:
         sign = "+" if peak >= 0 else "-"
         notes[-1] = (
@@ -144,3 +168,37 @@ def import_plan(
         tensor, each = int(widths["tensor"]), f"{plan.num_replicas} replicas (data x context)"
         notes.append(f"tensor {tensor} x pipeline {plan.num_devices} x {each} = {tensor * plan.num_ranks} devices")
     return replace(plan, rivals=rivals, proof=proof, notes=tuple(notes))
+
+
+def _num_microbatches(found: Layout, size: int, profile: Profile, asked: int | None) -> tuple[int | None, list[str]]:
+    """The micro-batches of a pipeline that are asked for, or that the file of a layout has, with notes.
+
+    Raises UsageError for a file with other widths than the profile's.
+    """
+    widths, given = dict(profile.model.settings), found.numbers
+    own = {**widths, "microbatch_size": str(profile.microbatch_sizes[0])} if "data" in widths else widths  # if computed
+    for name in ("tensor", "context", "expert", "sequence_length", "microbatch_size"):
+        if name in given and name in own and int(own[name]) != given[name]:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"the file has {flag} {given[name]}, the profile {own[name]}; make the profile with gplan layout {flag} {given[name]}"
+            )
+    replicas = int(widths.get("data", "1"))
+    samples = given.get("pipeline_batch") if found.num_stages > 1 or "batch_size" not in given else None
+    if asked or "num_microbatches" in given:
+        return asked or given["num_microbatches"], []
+    if samples is None:
+        samples, rest = divmod(given.get("batch_size", 0), replicas)
+        if rest:
+            raise UsageError(
+                f"the file has a batch of {given['batch_size']} samples; expected a multiple of the profile's {replicas} replicas"
+            )
+    if samples % size:
+        raise UsageError(
+            f"{samples} samples of a pipeline are no multiple of micro-batches of {size}; give another --microbatch-size"
+        )
+    if "data" in widths or not samples or (found.num_stages > 1 and "pipeline_batch" in given):
+        return samples // size or None, []
+    return samples // size, [
+        f"all {samples} samples of the file's batch go through one pipeline; with N replicas give --microbatches {samples // size} / N"
+    ]

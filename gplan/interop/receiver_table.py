@@ -24,8 +24,36 @@ SPECIAL_LAYERS = {
     "Lightning": "lightning attention",
     "SandwichNorm": "norms both before and after attention and perceptron",
     "PostNorm": "norms after attention and perceptron only",
+    "Parallel": "attention and perceptron side by side",
+    "LayerNorm": "LayerNorm",
+    "WeightlessNorm": "norms without weights",
+    "EmbeddingNorm": "a norm behind the embedding",
+    "HeadNorm": "norms of queries and keys",
+    "WideHeadNorm": "norms over all heads of queries and keys together",
+    "Plain": "perceptrons without a gate",
+    "GatedGelu": "perceptrons gated by GELU",
+    "Relu": "ReLU perceptrons",
+    "Xielu": "xIELU perceptrons",
+    "Biases": "biases of attention's output or of perceptrons",
+    "HeadBias": "a bias of the output layer",
+    "LearnedPositions": "learned positions",
+    "Alibi": "biases of attention by distance (ALiBi)",
+    "Latent": "latent attention",
+    "Indexed": "attention to the tokens that an indexer selects",
+    "Chunked": "attention in chunks",
+    "Sinks": "attention sinks",
+    "Gate": "gates of attention's output",
+    "HeadGate": "gates of attention's heads",
+    "HeadSize": "heads whose size is not hidden_size / num_attention_heads",
+    "SharedValue": "one product for keys and values",
+    "Layers": "layers of different sizes",
 }
-"""Kinds of layers that not every trainer has; a computed block has one if its `kind` contains the key."""
+"""What not every trainer's models have: the names are those of `Decoder.special`.
+
+Read in NVIDIA/Megatron-LM (training/arguments.py, core/transformer/transformer_layer.py, transformer_config.py),
+pytorch/torchtitan (models/llama3, qwen3, qwen3_5, deepseek_v3, gpt_oss), huggingface/nanotron (config/models_config.py,
+models/llama.py, qwen.py and starcoder2.py) in August 2026. Automodel, vLLM and SGLang take Hugging Face's models.
+"""
 
 OTHER_NAMES = {
     "nemo": "automodel (NeMo Automodel) or megatron (NeMo on Megatron-core)",
@@ -51,7 +79,8 @@ class Receiver:
     tied: Literal["summed", "one stage", "refused"] = "summed"  # a parameter of several layers
     copies_keys: bool = False  # whether more tensor ranks than heads of keys and values copy these; others refuse
     serves: bool = False  # a model that is trained already
-    refuses: frozenset[str] = frozenset()  # of SPECIAL_LAYERS, what its models cannot have
+    refuses: frozenset[str] = frozenset()  # of SPECIAL_LAYERS, what its models cannot have,
+    combinations: tuple[frozenset[str], ...] = ()  # but for these, if a model has all of one
     lacks: frozenset[str] = frozenset()  # what its own models do not have, and a user's own model can
 
     @property
@@ -69,8 +98,11 @@ _MEGATRON = Receiver(
     recompute={"never": "", "always": "full"},
     copies_keys=True,
     refuses=frozenset({"Lightning"}),
-    lacks=frozenset({"SandwichNorm", "PostNorm"}),
-)
+    lacks=frozenset({
+        "SandwichNorm", "PostNorm", "Parallel", "WeightlessNorm", "EmbeddingNorm", "WideHeadNorm", "GatedGelu", "Relu", "Xielu",
+        "HeadBias", "Alibi", "Chunked", "HeadGate", "SharedValue", "Layers",
+    }),
+)  # fmt: skip
 
 
 def _inference(title: str, checked_with: str, how: str) -> Receiver:
@@ -97,7 +129,7 @@ RECEIVERS: dict[str, Receiver] = {
         recompute={"never": "None", "always": "FullAC.Config()"},
         replicas=False,
         tied="one stage",
-        lacks=frozenset(SPECIAL_LAYERS) - {"DeltaNet"},
+        lacks=frozenset(SPECIAL_LAYERS) - {"DeltaNet", "HeadNorm", "Biases", "Latent", "Sinks", "Gate", "HeadSize"},
     ),
     "megatron": _MEGATRON,
     "verl": replace(
@@ -124,7 +156,8 @@ RECEIVERS: dict[str, Receiver] = {
         schedules={"1f1b": "1f1b", "gpipe": "afab"},
         recompute={"never": "false", "always": "true"},
         max_chunks=1,
-        refuses=frozenset(SPECIAL_LAYERS),
+        refuses=frozenset(SPECIAL_LAYERS) - {"GatedGelu"},
+        combinations=(frozenset({"LayerNorm", "Plain", "Biases"}),),  # StarCoder2
     ),
     "deepspeed": Receiver(
         title="DeepSpeed",

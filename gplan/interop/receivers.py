@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,6 +23,7 @@ from gplan.interop.author_layers import author_layers, authored_profile
 from gplan.interop.receiver_table import RECEIVERS, SPECIAL_LAYERS, Receiver
 from gplan.schedules.registry import make_schedule, schedule_info
 from gplan.schedules.request import PipelineSetting
+from gplan_profiler.analytic.decoder_profile import SPECIAL
 
 MODEL_INPUT = "the model's input"
 
@@ -204,9 +205,10 @@ def indivisible(name: str, names: Sequence[str], profile: Profile | None) -> tup
 
 def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | None) -> Iterator[Indivisible]:
     title, special = receiver.title, special_layers(profile)
-    if found := receiver.refuses & special:
-        what = SPECIAL_LAYERS[min(found)]
-        raise UsageError(f"the model has {what}, which the models of {title} do not have; choose another trainer")
+    if (found := receiver.refuses & special) and found not in receiver.combinations:
+        raise UsageError(
+            f"the model has {special_text(found)}, which the models of {title} do not have; choose another trainer"
+        )
     decoder = decoder_of(names, title) if receiver.cuts in ("names", "decoder", "blocks") else None
     if decoder is not None and receiver.cuts != "names":
         _check_blocks(decoder, profile, title)
@@ -243,9 +245,16 @@ def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | No
 
 
 def special_layers(profile: Profile | None) -> set[str]:
-    """Which of SPECIAL_LAYERS the blocks of a computed profile have."""
-    kinds = {x.kind for x in profile.layers} if profile is not None and profile.sums_in_place else set()
-    return {x for x in SPECIAL_LAYERS if any(x in kind for kind in kinds)}
+    """Which of SPECIAL_LAYERS a computed profile has."""
+    if profile is None or not profile.sums_in_place:
+        return set()
+    return {x for x in dict(profile.model.settings).get(SPECIAL, "").split(",") if x}
+
+
+def special_text(found: Collection[str]) -> str:
+    """Some of SPECIAL_LAYERS in words."""
+    *first, last = (text for name, text in SPECIAL_LAYERS.items() if name in found)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _check_names(receiver: Receiver, names: Sequence[str]) -> None:

@@ -51,7 +51,7 @@ class ChoiceBounds:
     def step_s(self) -> float:
         """No plan of the setting is faster; infinite where no plan can fit the memory."""
         num_devices, num_microbatches = self.choice.widths.pipeline, self.choice.num_microbatches
-        if self._most_blocks.sum() < len(self.profile.layers) - 2:
+        if self.device_state_bytes > self.usable_bytes or self._most_blocks.sum() < len(self.profile.layers) - 2:
             return INFINITY
         whole_s, waits, through_s = sum(self._layer_s), 0, sum(self._layer_s)
         if self.choice.num_chunks == 1:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from gplan.core import Constraints, Plan, Profile
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.core.units import bytes_text, counted, percent_text
 from gplan.cost.reserved_bytes import CONTEXT_BYTES, RESERVED_SHARE
+from gplan.cost.stage_table import StageTable
+from gplan.graph.down_sets import Ints
 from gplan.interop.planning import ForReceiver
 from gplan.interop.receivers import decoder_of, receiver_named
 from gplan.interop.width_bounds import ChoiceBounds
@@ -32,7 +34,7 @@ from gplan.interop.width_choices import OPTIONS, Choice, WidthSpace
 from gplan.partition.balance import problem_of
 from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
 from gplan.partition.candidates import INFINITY
-from gplan.partition.even_cuts import EvenCut, best_even_cut, bettered_cut, priced_cut
+from gplan.partition.even_cuts import EvenCut, best_even_cut, bettered_cut, least_even_peak, priced_cut
 from gplan.partition.plan_evaluation import price, with_reserved_memory
 from gplan.partition.problem import Problem, Solution
 from gplan.partition.solve import solve
@@ -42,6 +44,7 @@ from gplan_profiler.analytic.decoder_config import Widths
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
 from gplan_profiler.analytic.trainers import MEGATRON, NANOTRON, layers_by_cost
 
+T = TypeVar("T")
 _GAPS = (0.02, 0.01, 0.005)  # all bounds are raised to within the first of the best step, then the second, the third
 _EVEN_CUTS_SHARE = 0.6  # of the time, for even partitions
 _BETTERED_SHARE = 0.7  # of the time, for even partitions and moves
@@ -93,13 +96,18 @@ class ChosenWidths:
 
     plan: Plan
     profile: Profile
-    receiver: str
+    search: WidthSpace  # model, machine and trainer
     planned: tuple[PlannedChoice, ...]  # the chosen one, then the others, fastest first
     unplanned: tuple[tuple[Choice, float], ...] = ()  # widths without a partition: bounds in seconds, lowest first
     lower_bound_s: float  # of all settings
     ruled_out: Counter[str] = field(default_factory=Counter)  # how many settings, by the reason
     num_choices: int = 1
     is_cut_short: bool = False  # by the time limit, before the gap was small
+
+    @property
+    def receiver(self) -> str:
+        """The trainer."""
+        return self.search.receiver
 
     @property
     def best(self) -> PlannedChoice:
@@ -120,6 +128,8 @@ class WidthSearch(WidthSpace):
     memory_bytes: int | None = None
     time_limit_s: float | None = None  # None: `default_time_limit_s`
     _profiles: dict[tuple[Widths, int], Profile] = field(default_factory=dict, repr=False, compare=False)
+    _rules: list[ForReceiver] = field(default_factory=list, repr=False, compare=False)
+    _tables: dict[tuple[Widths, int, int], StageTable] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def usable_bytes(self) -> int:
@@ -134,8 +144,7 @@ class WidthSearch(WidthSpace):
             trainer = _TRAINERS.get(self.receiver, MEGATRON)
             made = DecoderProfile(
                 name=self.name, decoder=self.decoder, widths=widths, hardware=self.hardware, trainer=trainer,
-                fuses_cross_entropy=not trainer.casts_logits, divides_state=widths.replicas == 1,
-                receiver=receiver_named(self.receiver).title,
+                divides_state=widths.replicas == 1, receiver=receiver_named(self.receiver).title,
             )  # fmt: skip
             self._profiles[widths, size] = made.profile((size,))
         return self._profiles[widths, size]
@@ -143,7 +152,9 @@ class WidthSearch(WidthSpace):
     def request(self, choice: Choice) -> PlanRequest:
         """A setting as it is asked of the planner; raises UsageError for one that the trainer cannot run."""
         profile, replicas = self.profile_of(choice.widths, choice.microbatch_size), choice.widths.replicas
-        rules = ForReceiver.of(self.receiver, profile)
+        if not self._rules:  # the same for all widths
+            self._rules.append(ForReceiver.of(self.receiver, profile))
+        (rules,) = self._rules
         counts: dict[str, Any] = {
             "schedule": rules.default_schedule(choice.num_chunks), "recompute": choice.recompute,
             "num_devices": choice.widths.pipeline, "num_microbatches": choice.num_microbatches,
@@ -152,21 +163,20 @@ class WidthSearch(WidthSpace):
         return PlanRequest(
             **counts, microbatch_size=choice.microbatch_size, num_replicas=replicas,
             sharding="optimizer" if replicas > 1 else "none", memory_bytes=self.usable_bytes, options=_LAYOUT_OPTIONS,
-            constraints=self.own_cut(profile, choice.widths.pipeline) or rules.constraints,
+            constraints=self.own_cut(profile, choice.widths.pipeline) or rules.constraints_on(choice.widths.pipeline),
         )  # fmt: skip
 
     def problem(self, choice: Choice) -> Problem:
         """The partition of a setting; raises UsageError for one that the trainer cannot run."""
-        return problem_of(self.profile_of(choice.widths, choice.microbatch_size), self.request(choice))
+        key = choice.widths, choice.microbatch_size, choice.num_microbatches
+        problem = problem_of(self.profile_of(*key[:2]), self.request(choice), self._tables.get(key))
+        self._tables[key] = problem.costs  # the same for all numbers of stages, with and without recompute
+        return problem
 
     def own_cut(self, profile: Profile, num_stages: int) -> Constraints | None:
         """The stages of a trainer that cuts layers itself; None for others; raises UsageError where a stage is empty."""
         if not _TRAINERS.get(self.receiver, MEGATRON).counts_blocks:
             return None
-        if self.decoder.kv_lora_rank or self.decoder.num_nextn_predict_layers:
-            raise UsageError(
-                f"{self.receiver} trains models like Llama, without latent attention or multi-token prediction"
-            )
         counts = layers_by_cost(self.decoder, num_stages)
         if not all(counts):
             raise UsageError(f"{self.receiver} leaves a stage of {num_stages} without layers; take fewer (--pp)")
@@ -174,18 +184,25 @@ class WidthSearch(WidthSpace):
         return Constraints(cut_after=tuple(profile.layers[x].name for x in ends))
 
     def bounds_of(self, choice: Choice) -> ChoiceBounds:
-        """The bounds of a setting in closed form."""
-        profile = self.profile_of(choice.widths, choice.microbatch_size)
-        return ChoiceBounds(choice, profile, self.usable_bytes)
+        """The bounds of a setting in closed form; larger micro-batches are of no use where the state of weights does not fit."""
+        bounds = ChoiceBounds(choice, self.profile_of(choice.widths, 1), self.usable_bytes)
+        if choice.microbatch_size == 1 or bounds.device_state_bytes > self.usable_bytes:
+            return bounds
+        return replace(bounds, profile=self.profile_of(choice.widths, choice.microbatch_size))
 
     def even_cut(self, problem: Problem) -> EvenCut | None:
         """The best of some even partitions of a setting; None where none of them fits the memory."""
-        names = [x.name for x in problem.costs.profile.layers]
-        if given := problem.constraints.cut_after:
-            cut = priced_cut(problem, np.array([*(names.index(x) + 1 for x in given), len(names)]))
+        if (given := self._own_ends(problem)) is not None:
+            cut = priced_cut(problem, given)
             return cut if cut.peak_bytes <= self.usable_bytes else None
-        parts = decoder_of(names, self.name)
+        parts = decoder_of([x.name for x in problem.costs.profile.layers], self.name)
         return best_even_cut(problem, parts.blocks, head=parts.head.start)
+
+    def _own_ends(self, problem: Problem) -> Ints | None:
+        """Where the stages end that the trainer cuts itself; None where it takes a cut."""
+        names = [x.name for x in problem.costs.profile.layers]
+        given = problem.constraints.cut_after
+        return np.array([*(names.index(x) + 1 for x in given), len(names)]) if given else None
 
     def bettered_cut(self, problem: Problem, start: EvenCut | None, deadline_s: float) -> EvenCut | None:
         """A partition of a setting, or else an even one, bettered move by move; None where none was found to fit."""
@@ -206,27 +223,40 @@ class WidthSearch(WidthSpace):
         for gap in _GAPS:
             state.close_gap(gap, deadline_s=started_s + limit_s)
         if state.refused and not state.planned:
-            raise UsageError(state.refused)
+            raise UsageError(next(iter(state.refused)))
         if not state.planned:
             raise NoPlanError(self._nothing_fits_text(choices, deadline_s=time.perf_counter() + limit_s))
         state.try_fewer_chunks()
         return state.result(deadline_s=time.perf_counter() + _REPLAYED_SHARE * limit_s)
 
+    def _least_peaks(self) -> Iterator[tuple[float, Choice]]:
+        """What the fullest device holds at least with even partitions, for some settings that need least memory."""
+        every = [x for x in self.choices() if x.num_chunks == 1 or self.fixed.get("num_chunks")]
+        least = min(((x.recompute != "always", x.microbatch_size) for x in every), default=None)
+        fewest = [x for x in every if (x.recompute != "always", x.microbatch_size) == least]
+        for one in sorted(map(self.bounds_of, fewest), key=lambda x: x.device_state_bytes)[:_NUM_TRIED]:
+            problem = self.problem(one.choice)
+            parts = decoder_of([x.name for x in problem.costs.profile.layers], self.name)
+            if (given := self._own_ends(problem)) is None:
+                yield least_even_peak(problem, parts.blocks, head=parts.head.start), one.choice
+            else:
+                yield priced_cut(problem, given).peak_bytes, one.choice
+
     def _any_fits(self) -> bool:
-        """Whether some of the settings that need least memory fit."""
-        choices = [x for x in self.choices() if x.num_chunks == 1 and x.microbatch_size == 1]
-        least = "always" if any(x.recompute == "always" for x in choices) else "never"
-        choices = [x for x in choices if x.recompute == least]
-        bounds = sorted(map(self.bounds_of, choices), key=lambda x: x.device_state_bytes)[:_NUM_TRIED]
-        problems = (self.problem(x.choice) for x in bounds if x.step_s < INFINITY)
-        return any(self.even_cut(x) is not None for x in problems)
+        return any(peak <= self.usable_bytes for peak, _ in self._least_peaks())
 
     def _nothing_fits_text(self, choices: Sequence[Choice], *, deadline_s: float) -> str:
         """What the model needs at least, where nothing fits, and what has it: other dials, or a larger machine of that kind."""
         least_bytes = min(self.bounds_of(x).device_state_bytes for x in choices)
+        peak, smallest = min(self._least_peaks(), key=lambda x: x[0], default=(INFINITY, ""))
+        found = ""
+        if peak < INFINITY:
+            more = bytes_text(peak - self.usable_bytes)
+            found = f"; the least found is {bytes_text(peak)} on the fullest device, {more} too much ({smallest})"
+        memory = f", of its {bytes_text(self.hardware.memory_bytes)}" if self.hardware.memory_bytes else ""
         text = (
-            f"{self.name} fits on no split of {counted(self.num_devices, 'device')} with {bytes_text(self.usable_bytes)} "
-            f"for tensors on each; weights, gradients and optimizer alone take {bytes_text(least_bytes)} a device"
+            f"{self.name} fits on no split of {counted(self.num_devices, 'device')} with {bytes_text(self.usable_bytes)} for tensors on "
+            f"each{memory}{found}; weights, gradients and optimizer alone take {bytes_text(least_bytes)} a device"
         )
         given = [x for x, value in self.fixed.items() if value is not None]
         if given and replace(self, batch_size=self.num_devices, fixed={})._any_fits():
@@ -257,10 +287,11 @@ class _SearchState:
     bounds_s: list[float]  # no plan of the setting is faster
     started_s: float
     planned: dict[int, PlannedChoice] = field(default_factory=dict)
+    blocks: dict[tuple[Widths, int], range | None] = field(default_factory=dict)  # that programs count
     programs: dict[int, BlockProgram] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)  # settings whose bounds no more time raises
     ruled_out: Counter[str] = field(default_factory=Counter)
-    refused: str = ""  # why the trainer cannot run one of them
+    refused: Counter[str] = field(default_factory=Counter)  # settings that the trainer cannot run, by the reason
 
     @classmethod
     def of(cls, search: WidthSearch, choices: Sequence[Choice], started_s: float) -> _SearchState:
@@ -269,7 +300,19 @@ class _SearchState:
         state = cls(search=search, bounds=bounds, bounds_s=[x.step_s for x in bounds], started_s=started_s)
         num_large = state.bounds_s.count(INFINITY)
         state.ruled_out["too large for the memory, by a lower bound of what devices hold"] = num_large
+        for i, x in enumerate(bounds):
+            if x.step_s < INFINITY:
+                state.possible(i, search.request)
         return state
+
+    def possible(self, i: int, make: Callable[[Choice], T]) -> T | None:
+        """What is made of a setting; None, and the reason kept, where the trainer cannot run it."""
+        try:
+            return make(self.bounds[i].choice)
+        except UsageError as error:
+            self.bounds_s[i] = INFINITY
+            self.refused[str(error)] += 1
+            return None
 
     @property
     def best_s(self) -> float:
@@ -298,7 +341,7 @@ class _SearchState:
 
     def _try_even_cut(self, i: int, *, below_s: float) -> None:
         """An even partition of a setting, unless its bound is not below some step."""
-        if self.bounds_s[i] >= below_s or (problem := self._problem(i)) is None:
+        if self.bounds_s[i] >= below_s or (problem := self.possible(i, self.search.problem)) is None:
             return
         self.bounds_s[i] = max(self.bounds_s[i], SettingBounds(problem).within_s(self.search.usable_bytes))
         if self.bounds_s[i] < below_s and (cut := self.search.even_cut(problem)) is not None:
@@ -311,7 +354,7 @@ class _SearchState:
         for i in order[:_NUM_BETTERED]:
             if time.perf_counter() > deadline_s or even_s[i] >= self.best_s:
                 break
-            if (problem := self._problem(i)) is not None and not problem.constraints.cut_after:
+            if (problem := self.possible(i, self.search.problem)) is not None and not problem.constraints.cut_after:
                 start = self.planned[i].cut if i in self.planned else None
                 self._record(i, 0.0, self.search.bettered_cut(problem, start, deadline_s), "even-cuts/moves")
 
@@ -331,28 +374,22 @@ class _SearchState:
                 if not lowest:
                     break
                 i, until_s = lowest[0][1], _TURN * (lowest[1][0] if lowest[1:] else INFINITY)
-                self._improve(i, gap, until_s=until_s, deadline_s=min(deadline_s, now_s + turn_s))
+                self._improve(i, gap, until_s=until_s, deadline_s=deadline_s, turn_s=turn_s)
                 spent_s[i] += time.perf_counter() - now_s
 
-    def _problem(self, i: int) -> Problem | None:
-        """The problem of a setting; None, and the reason kept, where the trainer cannot run it."""
-        try:
-            return self.search.problem(self.bounds[i].choice)
-        except UsageError as error:
-            self.bounds_s[i] = INFINITY
-            self.ruled_out[str(error)] += 1
-            self.refused = self.refused or str(error)
-            return None
-
-    def _improve(self, i: int, gap: float, *, until_s: float, deadline_s: float) -> None:
-        """Better the partition of a setting, or raise its bound to `until_s`."""
-        problem = self._problem(i)
-        if problem is None:
+    def _improve(self, i: int, gap: float, *, until_s: float, deadline_s: float, turn_s: float) -> None:
+        """Better the partition of a setting, or raise its bound to `until_s`, in a turn that begins with its first rows."""
+        if (problem := self.possible(i, self.search.problem)) is None:
             return
-        if blocks := equal_blocks(problem):
+        key = self.bounds[i].choice.widths, self.bounds[i].choice.microbatch_size
+        if key not in self.blocks:
+            self.blocks[key] = equal_blocks(problem)
+        if blocks := self.blocks[key]:
             program = self.programs.setdefault(i, BlockProgram(problem, blocks))
+            program.begin(min(deadline_s, time.perf_counter() + turn_s))
             known = Counted(cut=None, step_s=self.best_s, lower_bound_s=self.bounds_s[i])
-            counted_blocks = program.solve(known, enough=gap, deadline_s=deadline_s, until_s=until_s)
+            end_s = min(deadline_s, time.perf_counter() + turn_s)
+            counted_blocks = program.solve(known, enough=gap, deadline_s=end_s, until_s=until_s)
             self._record(i, counted_blocks.lower_bound_s, counted_blocks.cut, "block-program/HiGHS")
             if counted_blocks.is_final:
                 self.finished.add(i)
@@ -363,7 +400,7 @@ class _SearchState:
             start = None
             if i in self.planned:
                 start = Solution(stages=self.planned[i].cut.stages(), lower_bound_s=0.0, solver="even cuts")
-            left_s = min(_PARTITION_LIMIT_S, deadline_s - time.perf_counter())
+            left_s = min(_PARTITION_LIMIT_S, turn_s, deadline_s - time.perf_counter())
             try:
                 solution = solve(problem, start=start, time_limit_s=left_s, cutoff_s=self.best_s)
             except NoPlanError:  # not known in that time
@@ -434,11 +471,14 @@ class _SearchState:
         unplanned = sorted((x for x in of_widths.values() if x[0].widths not in with_cut), key=lambda x: x[1])
         num_open = sum(x < best.step_s for x, _ in rest)
         self.ruled_out["slower than the first, by a lower bound of their step"] = len(rest) - num_open
+        if self.refused:
+            more = f"; and for {counted(len(self.refused) - 1, 'reason')} more" if len(self.refused) > 1 else ""
+            self.ruled_out[f"not possible: {next(iter(self.refused))}{more}"] = self.refused.total()
         lower_bound_s = min(best.step_s, *self.bounds_s)
         gap = percent_text(1 - lower_bound_s / best.step_s)
         self.ruled_out[f"not planned: at most {gap} faster than the first, by a lower bound of their step"] = num_open
         return ChosenWidths(
-            plan=plan, profile=profile, receiver=self.search.receiver, planned=(best, *(self.planned[i] for i in order[1:])),
+            plan=plan, profile=profile, search=self.search, planned=(best, *(self.planned[i] for i in order[1:])),
             unplanned=tuple(unplanned[:_NUM_UNPLANNED]), lower_bound_s=lower_bound_s,
             ruled_out=+self.ruled_out, num_choices=len(self.bounds), is_cut_short=any(
                 x < self.best_s * (1 - _GAPS[-1]) and i not in self.finished for i, x in enumerate(self.bounds_s)

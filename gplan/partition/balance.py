@@ -79,9 +79,10 @@ def balance_fixed(profile: Profile, request: PlanRequest) -> Plan:
     return replace(plan, rivals=(alternative_of(free, label="without constraints"),))
 
 
-def problem_of(profile: Profile, request: PlanRequest) -> Problem:
+def problem_of(profile: Profile, request: PlanRequest, costs: StageTable | None = None) -> Problem:
     """What is to be balanced for a request without open dials; `memory_bytes` of None is no limit here.
 
+    `costs` are those of a request that differs in the number of stages and in recompute alone.
     Raises UsageError for arguments that cannot be used.
     """
     num_devices, num_microbatches, schedule = request.num_devices, request.num_microbatches, request.schedule
@@ -96,8 +97,9 @@ def problem_of(profile: Profile, request: PlanRequest) -> Problem:
     num_stages = num_stages_of(schedule, num_devices)
     check_constraints(request.constraints, profile, num_stages=num_stages)
     replicas: Any = {"num_replicas": request.num_replicas, "sharding": request.sharding}
-    plain = planned(profile, microbatch_size=request.microbatch_size, num_devices=num_devices, **replicas)
-    costs = StageTable(plain, num_microbatches, **replicas)
+    if costs is None:
+        plain = planned(profile, microbatch_size=request.microbatch_size, num_devices=num_devices, **replicas)
+        costs = StageTable(plain, num_microbatches, **replicas)
     check_split_backward(schedule, has_halves=costs.sums.has_halves)
     return Problem(
         costs=costs,

@@ -32,7 +32,7 @@ from gplan.partition.problem import Problem, device_peaks, moments_of
 
 _SLACK = 1e-9
 _ENOUGH = 1e-4  # share of the bound by which a path may be longer in the relaxation
-_PATIENCE, _WORTH = 2, 5e-4  # so many rows a stage raise the relaxation's bound by less: integers may raise it more
+_PATIENCE, _WORTH = 0.25, 5e-4  # so many rows a stage raise the relaxation's bound by less: integers may raise it more
 _NUMS_OF_DEVICES = (3, 12)  # whose memory is in the program, first and then
 _MORE_DEVICES = 4  # that are added at a time for a solution that they do not fit
 _TOLD_APART_S = 1e-4  # steps that differ by less may be the same to the solver, whose tolerance is 1e-6
@@ -153,21 +153,11 @@ class BlockProgram:
         It ends where the bound is within this share of the step, or is `until_s`; another call goes on from there. Steps
         that are no shorter than that are not looked for, so that most programs end without a solution.
         """
+        self.begin(deadline_s)
         rows = self._rows
-        if not rows.num_solved:
-            rows.count_in_integers(True)
-            last = self.problem.num_devices - 1
-            for most in _NUMS_OF_DEVICES:  # the first few tell of most programs that they have no solution
-                for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, most))} - rows.devices):
-                    self._add_memory(rows, device)
-                if rows.has_solutions():
-                    rows.solved(deadline_s)
-            rows.count_in_integers(False)
-            for counts in self._paths.by_device() if rows.has_solutions() else []:
-                self._add(rows, counts)
         if not rows.has_solutions():
             return replace(known, lower_bound_s=INFINITY)
-        bounds_s, patience = list[float](), _PATIENCE * self.problem.num_stages
+        bounds_s, patience = list[float](), 1 + int(_PATIENCE * self.problem.num_stages)
         middle = None
         while time.perf_counter() < deadline_s and known.lower_bound_s < min(until_s, known.step_s * (1 - enough)):
             most_s = known.step_s * (1 - enough) if known.step_s * enough > _TOLD_APART_S else INFINITY
@@ -196,6 +186,22 @@ class BlockProgram:
             if not rows.in_integers and (is_slow or not is_cut):
                 rows.count_in_integers(True)
         return known
+
+    def begin(self, deadline_s: float) -> None:
+        """Make the first rows: of the memory, and, if partitions may fit that, of a path for each device."""
+        rows = self._rows
+        if rows.num_solved:
+            return
+        rows.count_in_integers(True)
+        last = self.problem.num_devices - 1
+        for most in _NUMS_OF_DEVICES:  # the first few tell of most programs that they have no solution
+            for device in sorted({round(x) for x in np.linspace(0, last, min(last + 1, most))} - rows.devices):
+                self._add_memory(rows, device)
+            if rows.has_solutions():
+                rows.solved(deadline_s)
+        rows.count_in_integers(False)
+        for counts in self._paths.by_device_and_back() if rows.has_solutions() else []:
+            self._add(rows, counts)
 
     def _cut_off(self, rows: _Rows, values: Floats, found: Floats) -> float:
         """Add the longest path of a step with these values; returns what it takes with those found."""

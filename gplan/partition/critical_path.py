@@ -8,6 +8,7 @@ longer than all paths where devices with tied weights wait for each other before
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -138,11 +139,12 @@ class RepeatedPaths(Paths):
         chain = list(path)
         waits = self._devices_to_wait_at(chain)
         each = self._each_microbatch
-        if times is None:
-            waits &= {device}
+        if times is None:  # the path is through all actions of a device
+            taken = Counter(self.program.entries[x.entry].device for x in chain if x.runs)
+            waits &= {max(taken, key=taken.__getitem__)}
         if not waits:
             return np.zeros((self.problem.num_stages, len(TIMES)))  # no path of the longer step is known
-        longest = device if times is None else max(waits, key=lambda x: float(each[x] @ times))
+        longest = max(waits, key=lambda x: 0.0 if times is None else float(each[x] @ times))
         counts: Floats = super()._counts(device, chain) + self.num_more * each[longest].reshape(-1, len(TIMES))
         return counts
 
@@ -197,4 +199,4 @@ def paths_of(problem: Problem) -> Paths:
     is_long = 2 * problem.num_stages * problem.num_microbatches > _LONG and num_more > few
     if not is_long or name not in ("1f1b", "interleaved-1f1b") or problem.recompute not in ("never", "always"):
         return Paths(problem)
-    return RepeatedPaths(replace(problem, costs=replace(problem.costs, num_microbatches=few)), num_more)
+    return RepeatedPaths(replace(problem, costs=problem.costs.with_microbatches(few)), num_more)

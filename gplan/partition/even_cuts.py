@@ -53,17 +53,16 @@ def priced_cut(problem: Problem, ends: Ints) -> EvenCut:
     """A partition with its simulated step, extrapolated where there are very many actions."""
     columns = np.asarray(ends)[:, None]
     is_short = 2 * problem.num_stages * problem.num_microbatches <= _EXACT
-    steps_s = _steps_s(problem, columns, problem.num_microbatches) if is_short else _estimates_s(problem, columns)
+    window = _window(problem, columns)
+    steps_s = _steps_s(problem, window, problem.num_microbatches) if is_short else _estimates_s(problem, columns)
     step_s = float(steps_s[0])
     return EvenCut(ends=columns[:, 0], step_s=step_s, peak_bytes=int(_peaks(problem, columns)[0]))
 
 
 def with_few_microbatches(problem: Problem) -> Problem:
     """The same problem with as few micro-batches as hold as much memory as all of them."""
-    few = min(problem.num_microbatches, _MOST_HELD * problem.num_devices)
-    if few == problem.num_microbatches:
-        return problem
-    return replace(problem, costs=replace(problem.costs, num_microbatches=few))
+    few = problem.costs.with_microbatches(min(problem.num_microbatches, _MOST_HELD * problem.num_devices))
+    return replace(problem, costs=few)
 
 
 def best_even_cut(problem: Problem, blocks: range, *, head: int) -> EvenCut | None:
@@ -83,6 +82,12 @@ def best_even_cut(problem: Problem, blocks: range, *, head: int) -> EvenCut | No
         if limit is None or peaks[0] <= limit:
             return EvenCut(ends=ends[:, i], step_s=float(steps_s[i]), peak_bytes=int(peaks[0]))
     return None
+
+
+def least_even_peak(problem: Problem, blocks: range, *, head: int) -> float:
+    """The least that the fullest device holds, of the partitions by rule; infinite where there are none."""
+    ends = _possible(problem, [*_cuts_by_counts(problem, blocks, head), *_cuts_by_time(problem, blocks)])
+    return float(_peaks(problem, ends).min()) if ends.size else math.inf
 
 
 def bettered_cut(
@@ -173,15 +178,16 @@ def _estimates_s(problem: Problem, ends: Ints) -> Floats:
     """[N]: the steps of partitions, exact where there are few micro-batches."""
     num, num_devices = problem.num_microbatches, problem.num_devices
     fewer, more = (x * num_devices for x in _SIMULATED)
+    window = _window(problem, ends)
     if num <= more:
-        return _steps_s(problem, ends, num)
-    more_s, window = _steps_s(problem, ends, more), _window(problem, ends)
+        return _steps_s(problem, window, num)
+    more_s = _steps_s(problem, window, more)
     again = 1.0 if problem.recompute == "always" else 0.0
     loads_s = np.zeros((num_devices, ends.shape[1]))
     for device, stages in enumerate(problem.stages_by_device):
         for x in (window[stage] for stage in stages):
             loads_s[device] += x.forward_s + x.backward_s + again * x.recompute_s
-    grows_s = np.maximum(num_devices * loads_s.max(axis=0), more_s - _steps_s(problem, ends, fewer))
+    grows_s = np.maximum(num_devices * loads_s.max(axis=0), more_s - _steps_s(problem, window, fewer))
     steps_s: Floats = more_s + (num - more) / num_devices * grows_s
     return steps_s
 
@@ -192,10 +198,9 @@ def _window(problem: Problem, ends: Ints) -> list[StageSeconds[Floats]]:
     return [stage_seconds(problem, stage, first[stage], ends[stage]) for stage in range(problem.num_stages)]
 
 
-def _steps_s(problem: Problem, ends: Ints, num_microbatches: int) -> Floats:
-    """[N]: the simulated steps with so many micro-batches."""
-    window = _window(problem, ends)
-    few = replace(problem, costs=replace(problem.costs, num_microbatches=num_microbatches))
+def _steps_s(problem: Problem, window: Sequence[StageSeconds[Floats]], num_microbatches: int) -> Floats:
+    """[N]: the simulated steps with so many micro-batches of stages with these times."""
+    few = replace(problem, costs=problem.costs.with_microbatches(num_microbatches))
     return simulate_window(few, window, first_stage=0, delay=Delay()).optimizer_s
 
 

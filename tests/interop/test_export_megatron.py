@@ -303,7 +303,7 @@ def test_which_blocks_have_experts_or_gated_delta_nets(tmp_path: Path) -> None:
     ("config", "receiver", "told"),
     [
         (MAMBA, "verl", "the model has Mamba-2 layers, which the models of verl do not have"),
-        (MAMBA, "nanotron", "Mamba-2 layers, which the models of nanotron"),
+        (MAMBA, "nanotron", "Mamba-2 layers and perceptrons without a gate, which the models of nanotron"),
         ({**MAMBA, "num_nextn_predict_layers": 1}, "megatron", "--set num_nextn_predict_layers=0"),
         ({**MAMBA, "n_groups": 1}, "megatron", "--tensor is 2, which does not divide .* 1; take --tensor 1"),
     ],

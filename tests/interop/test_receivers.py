@@ -63,7 +63,7 @@ def test_random_plans_are_exported_and_read_back(receiver: str) -> None:
         text = export(plan, to=receiver).text
         found = read_layout(text, named_profile(plan), receiver=receiver)
         assert found.cuts == plan.cuts, text
-        assert found.num_devices in (None, plan.num_devices)
+        assert found.numbers.get("num_devices") in (None, plan.num_devices)
 
 
 @pytest.mark.parametrize("receiver", own_code.READERS)
@@ -349,6 +349,59 @@ def test_import_plan_prices_a_layout_or_a_file(here: Path, capsys: pytest.Captur
     assert "the counts add up to 6; the model has" in capsys.readouterr().err
 
 
+def test_a_file_says_how_its_layout_is_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The micro-batches, batch and recompute of an export come back without options; so do variables of a shell script."""
+    arguments = ["--pp", "4", "--data", "2", "--microbatches", "12", "--recompute", "always", "--hardware", "h200"]
+    for receiver in ("megatron", "torchtitan", "deepspeed"):
+        capsys.readouterr()
+        assert gplan_exits("layout", "llama3-8b", *arguments, "--to", receiver) == 0
+        exported, made = capsys.readouterr().out, gplan.load("gplan.plan.json")
+        Path("launch.txt").write_text(exported)
+        assert gplan_exits("import-plan", "launch.txt", "--from", receiver, "--output", "back.plan.json") == 0
+        back = gplan.load("back.plan.json")
+        assert isinstance(made, Plan) and isinstance(back, Plan) and back.recompute == "always"
+        assert (back.num_microbatches, back.batch_size) == (made.num_microbatches, made.batch_size)
+    for receiver in (
+        "torchtitan",
+        "automodel",
+    ):  # with one stage the local batch is a micro-batch, and the global one counts
+        capsys.readouterr()
+        assert gplan_exits("layout", "qwen3-0.6b", "--pp", "1", "--data", "2", "--gbs", "32", "--to", receiver) == 0
+        text, profile = capsys.readouterr().out, gplan.load("gplan.profile.json")
+        assert isinstance(profile, Profile)
+        if receiver == "automodel":
+            assert 'STEP_SCHEDULER = {"global_batch_size": 32, "local_batch_size": 1}' in text
+        assert import_plan(text, profile, receiver=receiver).num_microbatches == 16
+    assert gplan_exits("layout", "llama3-8b", *arguments) == 0
+    profile = gplan.load("gplan.profile.json")
+    assert isinstance(profile, Profile)
+    script = """
+MBS=1  # samples
+GBS="64"
+# --micro-batch-size 7
+torchrun pretrain_gpt.py --pipeline-model-parallel-size 4 --num-layers 32 --micro-batch-size $MBS \\
+    --global-batch-size ${GBS} --recompute-granularity %s --tensor-model-parallel-size %d
+"""
+    for granularity, mode in (("selective", "never"), ("full --recompute-method uniform", "always")):
+        plan = import_plan(script % (granularity, 1), profile, receiver="megatron")
+        assert (plan.num_microbatches, plan.batch_size, plan.recompute) == (32, 64, mode)
+        assert any(f"--recompute-granularity {granularity.split()[0]}" in x for x in plan.notes)
+    asked = import_plan(script.replace("64", "63", 1) % ("full", 1), profile, receiver="megatron", num_microbatches=8)
+    assert asked.num_microbatches == 8, "what is asked for replaces a batch that the replicas do not divide"
+    with pytest.raises(UsageError, match="the file has --tensor 8, the profile 1; make .* gplan layout --tensor 8"):
+        import_plan(script % ("full", 8), profile, receiver="megatron")
+
+
+def test_every_trainer_that_import_plan_lists_has_a_reader(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gplan_exits("import-plan", "--help") == 0
+    listed = capsys.readouterr().out.partition("--from")[2].partition("]")[0]
+    for receiver in RECEIVERS:
+        try:
+            read_layout("", language_model(4), receiver=receiver)
+        except UsageError as error:
+            assert ("cannot be read" in str(error)) is (receiver not in listed)
+
+
 def test_layout_of_a_known_model_in_one_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--pp", "4", "--tensor", "8", "--data", "8", "--microbatches", "8"]
     assert gplan_exits("layout", "llama3-70b", *arguments) == 0
@@ -445,6 +498,12 @@ def test_a_layout_for_scripts(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(x["choice"]["recompute"] == "never" for x in found["alternatives"])  # all that Automodel has
     assert not [x for x in found["ruled_out"] if x.endswith("with")]
     assert any("NeMo Automodel" in x for x in found["notes"])
+    assert widths["expert_tensor"] == widths["tensor"] and found["machine"]["hardware"] == "h200"
+    assert (
+        predicted["flops_per_s_per_device"] > 1e13 and 2e9 < found["num_parameters"] == found["active_parameters"] < 3e9
+    )
+    assert gplan_exits("show", "gplan.plan.json") == 0
+    assert "widths beside the pipeline: tensor" in " ".join(capsys.readouterr().out.split())
 
 
 def test_no_training_is_predicted_of_what_serves(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from itertools import combinations, product
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_fields
 
 from gplan.core.errors import NoPlanError, UsageError
 from gplan.interop.export.exporters import export
 from gplan.interop.layouts import read_layout
 from gplan.interop.machine_layout import layout_of
+from gplan.interop.receiver_table import SPECIAL_LAYERS
 from gplan.interop.width_choices import Choice
 from gplan.interop.width_search import WidthSearch
 from gplan.partition.block_program import BlockProgram, Counted, equal_blocks
@@ -145,7 +148,7 @@ def test_blocks_counted_by_a_program_are_the_best(
 
     Multi-token prediction shares the embedding, and devices with a shared weight wait for each other: in no path.
     """
-    off = 0.01 if settings.get("num_nextn_predict_layers") else 1e-4
+    off = 0.015 if settings.get("num_nextn_predict_layers") else 1e-4
     fixed: dict[str, int | str | None] = {"microbatch_size": 1, "tensor": 1, "pipeline": 4, "data": 1}
     made = search(decoder=load_decoder(model, settings), fixed=fixed, memory_bytes=memory_bytes)
     for choice in made.choices():
@@ -199,6 +202,23 @@ def test_a_memory_that_nothing_fits_names_a_machine_that_does() -> None:
     assert replace(one, num_devices=enough, batch_size=enough).run().plan.peak_bytes <= one.usable_bytes
 
 
+def test_what_does_not_fit_says_how_much_is_missing() -> None:
+    small = replace(load_hardware("a100"), memory_bytes=8 << 30)
+    one = search(hardware=small, num_devices=1, batch_size=4)
+    with pytest.raises(NoPlanError, match=r"of its 8.00 GiB; the least found is .* too much \(tensor 1, .*recompute\)"):
+        one.run()
+
+
+def test_reasons_for_what_a_trainer_cannot_run_are_one_line() -> None:
+    decoder = load_decoder("llama3-8b", {**SMALL, "tie_word_embeddings": True})
+    found = search(decoder=decoder, receiver="torchtitan", num_devices=8).run()
+    reasons = [x for x in widths_text(found) if "not possible: " in x]
+    assert len(reasons) == 1 and reasons[0].endswith(" reasons more") and "untie it" in reasons[0]
+    assert len(found.ruled_out) <= 6
+    assert all(x.choice.widths.pipeline == 1 for x in found.planned)
+    assert all(x.widths.pipeline == 1 for x, _ in found.unplanned), "settings that are not possible have no bound"
+
+
 @pytest.mark.parametrize(("memory", "fitting"), [(8, 2), (4, 4)])
 def test_a_machine_that_fits_may_be_part_of_a_node(memory: int, fitting: int) -> None:
     small = replace(load_hardware("a100"), memory_bytes=memory << 30)
@@ -209,16 +229,17 @@ def test_a_machine_that_fits_may_be_part_of_a_node(memory: int, fitting: int) ->
 
 def test_gradients_begin_when_one_micro_batch_is_done() -> None:
     """With one micro-batch no device has gradients beside all that it keeps, and so it fits less memory."""
-    tight = replace(load_hardware("a100"), memory_bytes=8 << 30)
+    memory_bytes = 9_100_000_000
+    tight = replace(load_hardware("a100"), memory_bytes=memory_bytes)
     for batch_size in (1, 2):
         found = search(hardware=tight, num_devices=1, batch_size=batch_size).run()
-        assert found.best.choice.num_microbatches == 1 and found.plan.device_total_bytes <= 8 << 30
+        assert found.best.choice.num_microbatches == 1 and found.plan.device_total_bytes <= memory_bytes
 
 
 def test_of_plans_nearly_as_fast_the_one_with_fewest_stages_a_device() -> None:
     fixed: dict[str, int | str | None] = {"tensor": 1, "pipeline": 2, "microbatch_size": 1}
     found = search(
-        decoder=load_decoder("llama3-8b", {**SMALL, "num_hidden_layers": 16}), batch_size=128, fixed=fixed
+        decoder=load_decoder("llama3-8b", {**SMALL, "num_hidden_layers": 24}), batch_size=128, fixed=fixed
     ).run()
     fastest = min(found.planned, key=lambda x: x.step_s)
     assert (found.best.choice.num_chunks, fastest.choice.num_chunks) == (1, 2)
@@ -326,7 +347,8 @@ def test_the_network_of_one_shared_card_keeps_its_latency() -> None:
 
 
 def test_list_has_the_best_of_each_set_of_widths() -> None:
-    found = search().run()
+    decoder = load_decoder("llama3-8b", {**SMALL, "num_hidden_layers": 24})
+    found = search(decoder=decoder, batch_size=128, fixed={"microbatch_size": 1}).run()
     lines = [x for x in widths_text(found) if ", micro-batches of" in x]
     shown = [x.partition(", micro-batches")[0].split(". ")[-1].strip() for x in lines]
     assert len(lines) > 3 and len(shown) == len(set(shown))
@@ -480,6 +502,7 @@ def test_multi_token_prediction_does_not_tie_the_head() -> None:
         text = export(found.plan, to="megatron", profile=found.profile).text
         assert ("--untie-embeddings-and-output-weights" in text) is flag
         assert "--mtp-num-layers 1" in text
+        assert "mL'" in text, "on the second of two ranks, not on the first"
 
 
 def test_the_older_name_of_torchtitans_head_is_read() -> None:
@@ -487,3 +510,60 @@ def test_the_older_name_of_torchtitans_head_is_read() -> None:
     layers = [f"layers.{i}" for i in range(6)]
     text = str([["tok_embeddings", *layers[:4]], [*layers[4:], "norm", "output"]])
     assert read_layout(text, profile, receiver="torchtitan").cuts == (5,)
+
+
+FALCON = {
+    "model_type": "falcon",
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 1024,
+    "alibi": True,
+}
+STARCODER = {
+    "model_type": "starcoder2", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1024,
+    "intermediate_size": 4096, "num_key_value_heads": 2, "hidden_act": "gelu",
+}  # fmt: skip
+
+
+def test_what_a_trainers_models_do_not_have_is_refused_or_noted(tmp_path: Path) -> None:
+    """nanotron's are Llama, Qwen2 and StarCoder2; in Megatron-LM one's own model may have what its arguments do not."""
+    common: dict[str, Any] = {"hardware": "h200", "num_devices": 1}
+    files = {name: tmp_path / f"{name}.json" for name in ("falcon", "starcoder")}
+    files["falcon"].write_text(json.dumps(FALCON))
+    files["starcoder"].write_text(json.dumps(STARCODER))
+    with pytest.raises(
+        UsageError, match="the model has attention and perceptron side by side, LayerNorm, .*the models of nanotron"
+    ):
+        layout_of(str(files["falcon"]), receiver="nanotron", **common)
+    assert layout_of(str(files["starcoder"]), receiver="nanotron", **common).plan
+    with pytest.raises(UsageError, match="the model has norms of queries and keys, which"):
+        layout_of("qwen3-0.6b", receiver="nanotron", settings=["head_dim=64"], **common)
+    notes = {}
+    for receiver, name in (("megatron", "falcon"), ("megatron", "starcoder"), ("automodel", "falcon")):
+        found = layout_of(str(files[name]), receiver=receiver, settings=["tie_word_embeddings=false"], **common)
+        notes[receiver, name] = export(found.plan, to=receiver, profile=found.profile).notes
+    assert [
+        x
+        for x in notes["megatron", "falcon"]
+        if x.startswith(
+            "Megatron-LM's own models have no attention and perceptron side by side and biases of attention by distance (ALiBi):"
+        )
+    ]
+    told = " ".join(notes["megatron", "starcoder"])
+    assert "experimental" not in told and "E stands for" not in told, "one pipeline rank has no layout"
+    assert not [
+        x for key in (("megatron", "starcoder"), ("automodel", "falcon")) for x in notes[key] if "own models" in x
+    ]
+
+
+def test_every_special_part_of_a_model_has_its_words() -> None:
+    decoder = load_decoder("llama3-8b", SMALL)
+    every = replace_fields(
+        decoder, num_block_norms=4, norms_after=True, is_parallel=True, has_norm_biases=True, has_norm_weights=False,
+        has_embedding_norm=True, has_head_norms=True, heads_norm_apart=True, is_gated=False, hidden_act="xielu", mlp_bias=True,
+        lm_head_bias=True, learned_positions=8192, alibi=True, has_sinks=True, attn_output_gate=True, head_dim=64,
+        values_are_keys=True, attention_chunk_size=8192,
+    )  # fmt: skip
+    assert not decoder.special and len(every.special) > 15
+    assert {*every.special} <= {*SPECIAL_LAYERS}

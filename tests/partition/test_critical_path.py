@@ -42,7 +42,8 @@ def test_a_path_made_longer_is_no_longer_than_the_longest(schedule: str, num_dev
     times[:, sent] *= 0.01
     times[-1, sent] = 0.0
     longest_s = float((exact.longest(times) * times).sum())
-    for counts in (paths.longest(times), *paths.by_device()):
+    for counts in (paths.longest(times), *paths.by_device(), *paths.by_device_and_back()):
         assert 0 < float((counts * times).sum()) <= longest_s * (1 + 1e-9)
     assert float((paths.longest(times) * times).sum()) >= longest_s * 0.97
     np.testing.assert_allclose(paths.by_device(), exact.by_device())
+    np.testing.assert_allclose(paths.by_device_and_back(), exact.by_device_and_back())

@@ -388,8 +388,12 @@ def test_layers_with_sizes_of_their_own(tmp_path: Path) -> None:
     assert windows[0] == windows[1] > windows[2]
     with pytest.raises(FileError, match="numbers of experts that differ"):
         block(num_local_experts=4, num_experts_per_tok=2, per_layer_config={"2": {"num_local_experts": 2}})
-    with pytest.raises(FileError, match="colour"):
-        block(per_layer_config={"01": {"colour": 3}})
+    for key in ("colour", "hidden_size", "vocab_size", "num_hidden_layers"):  # of no layer, or of the whole model
+        with pytest.raises(FileError, match=f"has {key} of layer 1 in per_layer_config"):
+            block(per_layer_config={"01": {key: 3}})
+    with pytest.raises(FileError, match="has layer 99 in per_layer_config"):
+        block(per_layer_config={"99": other})
+    assert block(per_layer_config={"01": {"rope_theta": 1e6}}) == block()
     with pytest.raises(FileError, match="3 key-value heads are shared by 8 heads"):
         block(per_layer_config={"01": {"num_key_value_heads": 3}})
 

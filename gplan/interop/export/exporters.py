@@ -20,8 +20,8 @@ from gplan.interop.export.module_lists import to_automodel, to_torchtitan
 from gplan.interop.export.nanotron import to_nanotron
 from gplan.interop.export.requirements import Written
 from gplan.interop.export.torch_pipelining import to_csv, to_pytorch
-from gplan.interop.receiver_table import RECEIVERS, SPECIAL_LAYERS
-from gplan.interop.receivers import check_granularity, check_plan, special_layers
+from gplan.interop.receiver_table import RECEIVERS
+from gplan.interop.receivers import check_granularity, check_plan, special_layers, special_text
 from gplan_profiler.analytic.decoder_profile import UNDIVIDED
 
 
@@ -99,10 +99,10 @@ def export(plan: Plan, *, to: str, profile: Profile | None = None) -> Export:
     check_plan(to, plan, whole)
     text, given = FORMATS[to](plan, whole)
     receiver, notes = RECEIVERS[to], [*given]
-    notes += [
-        f"{receiver.title}'s own models have no {SPECIAL_LAYERS[x]}: the model that you train must have them"
-        for x in sorted(receiver.lacks & special_layers(whole))
-    ]
+    if missing := receiver.lacks & special_layers(whole):
+        notes.append(
+            f"{receiver.title}'s own models have no {special_text(missing)}: the model that you train must have that"
+        )
     if HYBRID not in text:
         notes.append(f"the format, not this plan, was checked with {receiver.checked_with}: {receiver.how}")
     places = [plan.stages_of(device)[0].machine_device for device in range(plan.num_devices)]

@@ -206,21 +206,24 @@ def _letters(plan: Plan, decoder: DecoderLayers) -> str:
 def _notes(plan: Plan, profile: Profile | None, decoder: DecoderLayers) -> list[str]:
     special, widths = special_layers(profile), computed_widths(profile)
     is_hybrid, least = "Mamba" in special, f" (at least {widths['sequence_length']})" if widths else ""
-    notes = [
+    has_layout = not is_hybrid and (plan.num_devices > 1 or not widths)
+    hybrid = (
         f"{HYBRID} with | between stages needs a Megatron-LM newer than core 0.16, which puts equal numbers of layers on all ranks; read in "
         "the source of the newer one, not run"
-        if is_hybrid
-        else _letters(plan, decoder),
+    )
+    notes = [
+        *[hybrid] * is_hybrid,
+        *[_letters(plan, decoder)] * has_layout,
         "the flags of the model stand beside these, such as --hidden-size, --num-attention-heads, --group-query-attention, --swiglu, "
         f"--num-experts or --max-position-embeddings{least}, and those of data and optimizer",
-        f"{plan.num_microbatches} micro-batches follow from the batch sizes with data-parallel size {plan.num_replicas}; a pipeline has "
+        f"{counted(plan.num_microbatches, 'micro-batch')} a pipeline by the batch sizes and data-parallel size {plan.num_replicas}; one has "
         f"{counted(plan.num_devices, 'rank')}, times those of tensor and context",
-        *["Megatron-LM calls the layout experimental"] * (not is_hybrid),
+        *["Megatron-LM calls the layout experimental"] * has_layout,
     ]
     if widths:
         notes.append(
-            "the loss is counted as Transformer Engine fuses it: --cross-entropy-loss-fusion --cross-entropy-fusion-impl te; newer "
-            "versions of Megatron-LM refuse that, and then the last device keeps logits in float32, in twice the bytes"
+            "the loss is counted as Megatron-LM computes it by default, which keeps logits in float32; --cross-entropy-loss-fusion is "
+            "faster and takes 4 bytes more for each logit in its backward; with --cross-entropy-fusion-impl te newer versions refuse it"
         )
     if "DeltaNet" in special and widths["context"] > 1:
         notes.append("gated delta nets with context parallelism need a Megatron-LM after core 0.16")

@@ -13,6 +13,7 @@ tok_embeddings, layers.3, norm, lm_head, and wants rotary_emb in every part. Wei
 torchtitan/models, plain replicas beside a pipeline by their `parallelize` functions.
 
 Automodel: a `PipelineConfig`, for Hugging Face models. Relies on NVIDIA-NeMo/Automodel: nemo_automodel/components/distributed/pipelining/config.py (`PipelineConfig`) and
+components/training/step_scheduler.py (`StepScheduler`), recipes/llm/train_ft.py (`pp_batch_size` is its `local_batch_size`),
 functional.py (`split_model_into_stages`: fully qualified names, one list per stage; stage s on rank s mod K, or there and
 back where the schedule is named ZBVZeroBubble; `build_pipeline_schedule`: schedules by torch's names, or an order in a
 file). Every stage needs `rotary_emb`; attention masks are made on each (hf_utils.py).
@@ -108,9 +109,14 @@ def to_automodel(plan: Plan, profile: Profile | None) -> Written:
     mesh = "DISTRIBUTED = " + repr({"strategy": "fsdp2", **{f"{x}_size": y for x, y in sizes.items()}}).replace(
         "'", '"'
     )
+    # A recipe reads the batch of a pipeline here; without one these samples go through at once, and gradients accumulate.
+    local = plan.microbatch_size * (plan.num_microbatches if plan.num_devices > 1 else 1)
+    batch = plan.num_microbatches * plan.microbatch_size * widths.get("data", plan.num_replicas)
     text = f"""from nemo_automodel.components.distributed.pipelining.config import PipelineConfig
 
-{mesh + chr(10) * 2 if widths else ""}PIPELINE = PipelineConfig(
+{mesh + chr(10) if widths else ""}STEP_SCHEDULER = {{"global_batch_size": {batch}, "local_batch_size": {local}}}
+
+PIPELINE = PipelineConfig(
 {order}    pp_microbatch_size={plan.microbatch_size},
     pp_batch_size={plan.num_microbatches * plan.microbatch_size},
     scale_grads_in_schedule={plan.loss_reduction == "mean"},
@@ -120,7 +126,9 @@ def to_automodel(plan: Plan, profile: Profile | None) -> Written:
 """
     notes = (
         f"pp_size is {plan.num_devices} in the device mesh; the same keys serve in a YAML recipe under distributed, those of PIPELINE under "
-        "distributed.pipeline",
+        "distributed.pipeline"
+        + (", which is not read with one stage" if plan.num_devices == 1 else "")
+        + ", and step_scheduler",
         *([f"the data set makes samples of {widths['sequence_length']} tokens (its seq_length)"] if widths else []),
         *schedule.notes,
     )

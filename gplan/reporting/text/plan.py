@@ -73,6 +73,10 @@ def plan_view(plan: Plan) -> RenderableType:
         f"gap {percent_text(proof.gap)}: {'proven best' if proof.is_proven else 'best found'} by {proof.solver} "
         f"in {seconds_text(proof.solve_s)}{', as it was made' if doubts else ''}",
     ]
+    if (widths := dict(plan.model.settings)).keys() >= {"tensor", "sequence_length"}:  # of a layout
+        names = [x for x in ("tensor", "context", "expert", "data") if x in widths]
+        split = ", ".join(f"{x} {widths[x]}" for x in names)
+        lines.append(f"widths beside the pipeline: {split}; samples of {int(widths['sequence_length']):,} tokens")
     lines += host_bound_lines(prediction.step_s, prediction.host_bound)
     if longest_s := max(stage.cost.all_reduce_s for stage in plan.stages):
         whose = "all replicas and of tied weights" if plan.num_replicas > 1 else "tied weights"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gplan.core.units import bytes_text, counted, flops_text, percent_text, seconds_text
 from gplan.interop.receivers import receiver_named
@@ -11,6 +11,7 @@ from gplan.interop.width_choices import Choice
 from gplan.interop.width_search import ChosenWidths, PlannedChoice
 from gplan.reporting.text.plan import reserved_text
 from gplan_profiler.analytic.decoder_config import Widths
+from gplan_profiler.analytic.decoder_profile import num_parameters
 
 _NUM_SHOWN = 10
 _NO_GAP = 5e-4  # less is printed as 0.0 %
@@ -40,9 +41,21 @@ class LayoutPrediction:
     step_s: float
     lower_bound_s: float  # of all settings that were allowed
     tokens_per_s_per_device: float
+    flops_per_s_per_device: float  # as Megatron-LM counts them
     peak_bytes: int  # of tensors on the fullest device
     reserved_bytes: int | None  # that its allocator reserves; None: not known
     needed_bytes: int  # with what CUDA and NCCL take beside it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutMachine:
+    """What is assumed of the devices; rates are of one device and one direction."""
+
+    hardware: str
+    memory_bytes: int | None
+    devices_per_node: int
+    link_bytes_per_s: float
+    network_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +69,9 @@ class LayoutResult:
     prediction: LayoutPrediction | None  # None: the model is served, not trained
     alternatives: tuple[WidthAlternative, ...]
     ruled_out: dict[str, int]  # settings, by the reason
+    num_parameters: int  # of the model, without multi-token prediction
+    active_parameters: int  # of them that a token uses
+    machine: LayoutMachine
 
     @classmethod
     def of(cls, chosen: ChosenWidths, *, format: str, text: str, notes: tuple[str, ...]) -> LayoutResult:
@@ -64,17 +80,29 @@ class LayoutResult:
         if not receiver_named(chosen.receiver).serves:
             prediction = LayoutPrediction(
                 step_s=chosen.best.step_s, lower_bound_s=chosen.lower_bound_s, tokens_per_s_per_device=_of(chosen.best).tokens_per_s_per_device,
+                flops_per_s_per_device=device_flops(chosen) / chosen.best.step_s,
                 peak_bytes=plan.peak_bytes, reserved_bytes=max(plan.reserved_bytes, default=None),
                 needed_bytes=plan.device_total_bytes,
             )  # fmt: skip
+        device, (total, active, _) = chosen.search.hardware, num_parameters(chosen.search.decoder)
+        machine = LayoutMachine(
+            hardware=device.name, memory_bytes=device.memory_bytes, devices_per_node=device.devices_per_node,
+            link_bytes_per_s=device.link.bytes_per_s, network_bytes_per_s=device.network.bytes_per_s,
+        )  # fmt: skip
         return cls(
-            format=format, text=text, notes=notes, choice=chosen.best.choice, prediction=prediction,
+            format=format, text=text, notes=notes, choice=_of(chosen.best).choice, prediction=prediction, num_parameters=total,
+            active_parameters=active, machine=machine,
             alternatives=tuple(alternatives(chosen)[1:]), ruled_out=dict(chosen.ruled_out),
         )  # fmt: skip
 
 
 def _of(one: PlannedChoice) -> WidthAlternative:
-    return WidthAlternative(choice=one.choice, step_s=one.step_s, peak_bytes=one.peak_bytes)
+    return _alternative(one.choice, one.step_s, one.peak_bytes)
+
+
+def _alternative(choice: Choice, step_s: float, peak_bytes: int | None) -> WidthAlternative:
+    widths = replace(choice.widths, expert_tensor=choice.widths.of_expert)
+    return WidthAlternative(choice=replace(choice, widths=widths), step_s=step_s, peak_bytes=peak_bytes)
 
 
 def alternatives(chosen: ChosenWidths) -> list[WidthAlternative]:
@@ -83,7 +111,7 @@ def alternatives(chosen: ChosenWidths) -> list[WidthAlternative]:
     for one in chosen.planned:
         of_widths.setdefault(one.choice.widths, one)
     found = [_of(x) for x in of_widths.values()]
-    found += [WidthAlternative(choice=x, step_s=bound_s, peak_bytes=None) for x, bound_s in chosen.unplanned]
+    found += [_alternative(x, bound_s, None) for x, bound_s in chosen.unplanned]
     return found[:_NUM_SHOWN]
 
 

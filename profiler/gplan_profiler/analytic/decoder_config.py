@@ -200,7 +200,9 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     has_norm_biases: bool = False
     has_norm_weights: bool = True
     has_embedding_norm: bool = False
-    activation_values: int = 0  # parameters of a perceptron's activation
+    hidden_act: str = ""  # a perceptron's activation; "": not known
+    activation_values: int = 0  # its parameters
+    alibi: bool = False  # biases of attention by distance
     index_n_heads: int = 0  # of the indexer, that selects the tokens to attend to
     index_head_dim: int = 0
     index_topk: int = 0
@@ -297,6 +299,41 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         """Decoders with the sizes of each layer, where layers differ."""
         found = dict.fromkeys(tuple(x.items()) for x in self.per_layer)
         return tuple(msgspec.structs.replace(self, per_layer=(), **dict(x)) for x in found) or (self,)
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """What its layers have that not every trainer's models do, by the names of `SPECIAL_LAYERS` of gplan.interop."""
+        kinds, act = {self._kind(i) for i in range(self.num_hidden_layers)}, self.hidden_act.split("_")[0]
+        is_direct = not self.kv_lora_rank
+        found = {
+            self.linear_name: "linear_attention" in kinds,
+            "SandwichNorm": self.num_block_norms > 2,
+            "PostNorm": any(x.norms_after for x in self.variants),
+            "Parallel": self.is_parallel,
+            "LayerNorm": self.has_norm_biases,
+            "WeightlessNorm": not self.has_norm_weights,
+            "EmbeddingNorm": self.has_embedding_norm,
+            "HeadNorm": self.has_head_norms and not self.heads_norm_apart,
+            "WideHeadNorm": self.has_head_norms and self.heads_norm_apart,
+            "Plain": not self.is_gated,
+            "GatedGelu": self.is_gated and act == "gelu",
+            "Relu": not self.is_gated and act == "relu",
+            "Xielu": act == "xielu",
+            "Biases": self.attention_bias or self.attention_out_bias or self.mlp_bias or self.has_expert_biases,
+            "HeadBias": self.lm_head_bias,
+            "LearnedPositions": self.learned_positions > 0,
+            "Alibi": self.alibi,
+            "Latent": not is_direct,
+            "Indexed": "indexed_attention" in kinds,
+            "Chunked": "chunked_attention" in kinds,
+            "Sinks": any(x.has_sinks for x in self.variants),
+            "Gate": self.attn_output_gate and not self.has_head_gates,
+            "HeadGate": self.has_head_gates,
+            "HeadSize": is_direct and self._head * self.num_attention_heads != self.hidden_size,
+            "SharedValue": any(x.values_are_keys for x in self.variants),
+            "Layers": len(self.variants) > 1,
+        }
+        return tuple(x for x, is_there in found.items() if is_there)
 
     @property
     def routed_experts(self) -> int:

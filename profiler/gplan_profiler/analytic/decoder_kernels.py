@@ -192,11 +192,12 @@ class Part:
         both. Else it is from the third micro-batch of a warm-up on: the sends before keep the device waiting for the
         next stage, not the host. Of groups on more than two nodes nothing was seen.
         """
-        if not trainer.frees_late or widths.tensor > 2 * hardware.devices_per_node:
+        scattered = sum(y.num_bytes for x in self.kernels for y in x.before if y.kind == "reduce_scatter")
+        if not (trainer.frees_late and scattered) or widths.tensor > 2 * hardware.devices_per_node:
             return 0
         device_s, host_s = self._clocks_s("forward", hardware, widths, trainer)
         ahead = 1.0 if device_s > host_s else max(0.0, 1 - 2 / widths.pipeline)
-        return round(ahead * sum(y.num_bytes for x in self.kernels for y in x.before if y.kind == "reduce_scatter"))
+        return round(ahead * scattered)
 
     def work(self, way: str) -> tuple[Work, ...]:
         """Counted work of the forward or the backward."""

@@ -40,6 +40,7 @@ _SAME_KEY = {
     "moe_layer_interval": "interleave_moe_layer_step",
     "num_dense_layers": "first_k_dense_replace",
     "layers_block_type": "layer_types",
+    **dict.fromkeys(("mlp_hidden_act", "hidden_activation", "activation_function", "ffn_act"), "hidden_act"),
 }
 _LAYER_KINDS = {  # other names in layer_types
     "attention": "full_attention",
@@ -56,7 +57,7 @@ _NO_EFFECT = re.compile(  # on the weights of layers and their work
     r"(bos|eos|pad|sep|cls|mask|unk|eod|im_start|im_end|image|video|audio|boi|eoi|decoder_start)_token(_id|_ids|_index)?|"
     r"[a-z_]*_token_(id|index)|(pad|mask_init|(im|text|image|video|audio)_(start|end))_id|(id2label|label2id|problem_type|finetuning_task|task_specific_params|return_dict)|"
     r"use_cache|use_return_dict|is_(encoder_decoder|decoder)|output_(attentions|hidden_states|router_logits)|torchscript|"
-    r"(hidden|mlp_hidden|ffn)_act|hidden_activation|activation_function|pretraining_tp|tp_plan|ep_size|cache_implementation|"
+    r"pretraining_tp|tp_plan|ep_size|cache_implementation|"
     r"chunk_size_feed_forward|tokenizer_class|prefix|use_flash_attn|use_bfloat16|fp32_[a-z_]*|attn_implementation|gradient_checkpointing|"
     r"(original_|initial_)?(max_position_embeddings|context_length)|model_max_length|max_sequence_length|max_window_size|seq_length|"
     r"rope_(theta|scaling|parameters|type|ratio|local_base_freq|interleave|interleaved|traditional)|layer_rope_theta|"
@@ -75,6 +76,12 @@ _NO_EFFECT = re.compile(  # on the weights of layers and their work
 )
 _SMALL_EFFECT = re.compile(r"[a-z_]*softcap(ping)?|clip_qkv")
 _OTHER_PARTS = re.compile(r"(vision|audio|image|video|mm|projector|multimodal|spatial)_.*")
+_OF_ONE_LAYER = (  # what a layer may have of its own in per_layer_config
+    "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "v_head_dim", "sliding_window",
+    "attention_chunk_size", "moe_intermediate_size", "num_experts", "n_routed_experts", "num_local_experts", "num_experts_per_tok",
+    "n_shared_experts", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "attention_bias", "qkv_bias", "mlp_bias",
+)  # fmt: skip
 MOST_LAYERS = 10_000  # of a model; more would take all memory
 _ALIKE = 0.85  # names of keys, for one to be taken for a mistake in spelling
 
@@ -181,6 +188,14 @@ def decoder_values(found: Mapping[str, Any], settings: Mapping[str, Any], known:
 def _per_layer(given: Mapping[str, Any], family: Mapping[str, Any], flat: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What is another in each layer: by its kind, by a list, or in the `per_layer_config` that transformers writes."""
     written = {str(x).lstrip("0") or "0": y for x, y in dict(flat.get("per_layer_config") or {}).items()}
+    for layer, sizes in written.items():
+        of_model = [x for x in sizes if x not in _OF_ONE_LAYER and not _NO_EFFECT.fullmatch(x)]
+        if of_model or layer not in map(str, range(given.get("num_hidden_layers") or 0)):
+            what = f"{of_model[0]} of layer {layer}" if of_model else f"layer {layer}"
+            raise ValueError(
+                f"has {what} in per_layer_config; expected sizes of a layer of the model, such as {', '.join(_OF_ONE_LAYER[:4])}"
+            )
+    written = {layer: {x: y for x, y in sizes.items() if x in _OF_ONE_LAYER} for layer, sizes in written.items()}
     own = {**({} if written else family.get("defaults", {})), **{x: y for x, y in flat.items() if y is not None}}
     by_kind, kinds, found = family.get("by_kind"), given.get("layer_types", ()), list[dict[str, Any]]()
     count, kinds = given.get("num_hidden_layers"), kinds if isinstance(kinds, list) else ()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from math import prod
 
 from gplan.core import Layer, LayerCost, ModelId, Precision, Profile, SharedWeight, StepCost, Timing
 from gplan.core.errors import UsageError
@@ -22,18 +21,15 @@ from gplan.core.profile import ParameterSize
 from gplan.core.units import now_text
 from gplan_profiler.analytic.collectives import pipeline_link
 from gplan_profiler.analytic.decoder_config import ORDER, Decoder, Widths
-from gplan_profiler.analytic.decoder_kernels import (
-    DTYPE,
-    ELEMENT,
-    LayerKernels,
-    Part,
-)
+from gplan_profiler.analytic.decoder_kernels import DTYPE, ELEMENT, LayerKernels, Part
 from gplan_profiler.analytic.expected_errors import expected_error
 from gplan_profiler.analytic.hardware import Hardware
 from gplan_profiler.analytic.trainers import MEGATRON, Trainer
 
 UNDIVIDED = "replicas"
 """The setting that says over how many replicas a plan is to divide the optimizer's state, where the profile does not."""
+SPECIAL = "special"
+"""The setting that names what not every trainer's models have (`Decoder.special`)."""
 _STATE = 12  # bytes of the optimizer's state: master weights and two moments
 _MASTER = 4  # of a master weight, and of its gradient while it is updated
 _GRADIENT_PASSES = 4  # over the gradients once a step: cleared, scaled (read and written), checked for NaN
@@ -54,9 +50,7 @@ class DecoderProfile:
     trainer: Trainer = MEGATRON
     products: str = DTYPE  # in which the layers' products multiply, such as "float8"
     reduction_hidden: float = 0.0  # share of the replicas' collectives that run beside computing
-    receiver: str = field(
-        default="", repr=False
-    )  # the trainer that runs it, where another one is priced; "": `trainer`
+    receiver: str = field(default="", repr=False)  # that runs it, where another trainer is priced; "": `trainer`
 
     def parts(self, microbatch_size: int = 1) -> tuple[Part, ...]:
         """Embedding, blocks, multi-token prediction, and the head with norm and loss."""
@@ -97,30 +91,15 @@ class DecoderProfile:
     def profile(self, microbatch_sizes: tuple[int, ...]) -> Profile:
         """The computed profile; with the weights are counted the state of experts that fewer ranks divide, and the
         gradients of those that are on one rank alone."""
-        parts = self.parts()
-        costs = dict[int, list[LayerCost]]()  # parts that are alike are computed once
-        for size in microbatch_sizes:
-            made = self.parts(size)
-            kinds = [(id(part.kernels), part.is_recomputed) for part in made]  # blocks of a kind share their kernels
-            found = {kind: self._cost(part, size) for kind, part in dict(zip(kinds, made, strict=True)).items()}
-            costs[size] = [found[kind] for kind in kinds]
-        layers = tuple(
-            Layer(
-                name=part.name,
-                kind=part.kind,
-                num_parameters=part.parameters + part.experts,
-                weight_bytes=self._weight_bytes(part),
-                gradient_bytes=self.trainer.gradient_bytes * self._summed(part),
-                parameters=tuple(
-                    ParameterSize(num_rows=x, num_bytes=ELEMENT * x)
-                    for x in (*part.matrices, self._summed(part) - sum(part.matrices))
-                ),
-                costs=tuple(costs[size][i] for size in microbatch_sizes),
-            )
-            for i, part in enumerate(parts)
-        )
+        made = {size: self.parts(size) for size in microbatch_sizes}
+        parts = made[microbatch_sizes[0]]
+        kinds = [(id(x.kernels), x.kind, x.is_recomputed) for x in parts]  # blocks of a kind share their kernels
+        layers_of = dict[tuple[int, str, bool], Layer]()  # parts that are alike are computed once
+        for *alike, kind in zip(*made.values(), kinds, strict=True):
+            if kind not in layers_of:
+                layers_of[kind] = self._layer(dict(zip(microbatch_sizes, alike, strict=True)))
+        layers = tuple(replace(layers_of[kind], name=part.name) for kind, part in zip(kinds, parts, strict=True))
         shared = self._tied(len(parts) - 1)
-        tied = sum(x.num_parameters for x in shared)
         if self.trainer.holds_empty_gradients:
             shared = (*shared, *_empty_gradients(parts))
         return Profile(
@@ -131,41 +110,38 @@ class DecoderProfile:
                     for x in self.widths.__slots__
                     if x != "order" or self.widths.order != ORDER
                 )
-                + (() if self.divides_state else ((UNDIVIDED, str(self.widths.replicas)),)),
+                + (() if self.divides_state else ((UNDIVIDED, str(self.widths.replicas)),))
+                + (((SPECIAL, ",".join(special)),) if (special := self.decoder.special) else ()),
                 digest=sha256(repr(self).encode()).hexdigest()[:16],
             ),
-            device=self.hardware.device(),
-            layers=layers,
-            shared_weights=shared,
-            loss=(),
-            loss_reduction="mean",
-            step=self._step(parts, tied),
+            device=self.hardware.device(), layers=layers, shared_weights=shared, loss=(), loss_reduction="mean",
+            step=self._step(parts, sum(x.num_parameters for x in shared)),
             link=pipeline_link(
-                self.hardware,
-                self.widths,
-                hidden=self.reduction_hidden,
-                sums_whole=self.trainer.sums_whole,
+                self.hardware, self.widths, hidden=self.reduction_hidden, sums_whole=self.trainer.sums_whole,
                 # where each tensor has a collective of its own: a block has six, two of them small
-                **(
-                    {"tensor_bytes": self.trainer.gradient_bytes * parts[1].parameters / 6}
-                    if self.trainer.exchanges_tensors
-                    else {}
-                ),
+                **({"tensor_bytes": self.trainer.gradient_bytes * parts[1].parameters / 6} if self.trainer.exchanges_tensors else {}),
             ),
-            overhead_s=0.0,
-            whole_model=(),
-            created=now_text(),
-            versions=((self.trainer.name, self.trainer.version),),
-            origin="computed",
+            overhead_s=0.0, whole_model=(), created=now_text(), versions=((self.trainer.name, self.trainer.version),), origin="computed",
             notes=(
                 f"computed from the sizes of {self.name} for {self.hardware.name}, samples of {self.widths.sequence_length:,} tokens; nothing was built or measured",
                 *self.decoder.unused,
             ),
-            plan_notes=(
-                expected_error(self.trainer.name, self.hardware.name, kind=self.decoder.kind, receiver=self.receiver),
-            ),
+            plan_notes=(expected_error(self.trainer.name, self.hardware.name, kind=self.decoder.kind, receiver=self.receiver),),
             precision=Precision.named("mixed"),
-        )
+        )  # fmt: skip
+
+    def _layer(self, parts: dict[int, Part]) -> Layer:
+        """A layer, given as parts by the size of micro-batches."""
+        part, *_ = parts.values()
+        return Layer(
+            name=part.name, kind=part.kind, num_parameters=part.parameters + part.experts,
+            weight_bytes=self._weight_bytes(part), gradient_bytes=self.trainer.gradient_bytes * self._summed(part),
+            parameters=tuple(
+                ParameterSize(num_rows=x, num_bytes=ELEMENT * x)
+                for x in (*part.matrices, self._summed(part) - sum(part.matrices))
+            ),
+            costs=tuple(self._cost(x, size) for size, x in parts.items()),
+        )  # fmt: skip
 
     def _tied(self, last: int) -> tuple[SharedWeight, ...]:
         """The embedding, where other layers use it too."""
@@ -177,13 +153,10 @@ class DecoderProfile:
         users = (0, *further, *([last] if model.tie_word_embeddings else []))
         return (
             SharedWeight(
-                name="model.embed_tokens.weight",
-                layers=users,
-                num_parameters=table,
-                weight_bytes=ELEMENT * table,
+                name="model.embed_tokens.weight", layers=users, num_parameters=table, weight_bytes=ELEMENT * table,
                 gradient_bytes=self.trainer.gradient_bytes * table,
             ),
-        )
+        )  # fmt: skip
 
     def _step(self, parts: tuple[Part, ...], tied: int) -> StepCost:
         """Passes over all gradients, and the update of what a rank holds of the state.
@@ -196,38 +169,28 @@ class DecoderProfile:
         stated = 1 if self.divides_state else ranks
         update_bytes = _UPDATE_BYTES * (dense / ranks + experts / expert_ranks)
         passed_bytes = _GRADIENT_PASSES * self.trainer.gradient_bytes * (dense + experts)
+        summed = tied + sum(map(self._summed, parts))
         return StepCost(
             optimizer=Timing.exactly(stated * update_bytes / rate, origin="computed"),
             zero_grad=Timing.exactly(stated * passed_bytes / rate, origin="computed"),
-            optimizer_name="Adam",
-            state_bytes=stated * _STATE * (tied + sum(map(self._summed, parts))) // ranks,
-            workspace_bytes=_MASTER * (tied + sum(map(self._summed, parts))) * (self.trainer.gradient_bytes < _MASTER),
-        )
+            optimizer_name="Adam", state_bytes=stated * _STATE * summed // ranks,
+            workspace_bytes=_MASTER * summed * (self.trainer.gradient_bytes < _MASTER),
+        )  # fmt: skip
 
     def _cost(self, part: Part, size: int) -> LayerCost:
         forward_s, backward_s = part.seconds(self.hardware, self.widths, self.trainer)
         half = Timing.exactly(0.5 * backward_s, origin="computed")
         own = part.backward_workspace_bytes
         return LayerCost(
-            microbatch_size=size,
-            forward=Timing.exactly(forward_s, origin="computed"),
-            backward=Timing.exactly(backward_s, origin="computed"),
-            input_gradient=half,
-            weight_gradient=half,
+            microbatch_size=size, input_gradient=half, weight_gradient=half,
+            forward=Timing.exactly(forward_s, origin="computed"), backward=Timing.exactly(backward_s, origin="computed"),
             stash_bytes=part.stash_bytes + part.late_bytes(self.hardware, self.widths, self.trainer),
-            pending_bytes=part.pending_bytes,
-            forward_workspace_bytes=part.forward_workspace_bytes,
-            backward_workspace_bytes=own,
-            output_bytes=part.output,
-            output_gradient_bytes=part.output,
-            output_unsaved_bytes=0,
-            output_saved_later_bytes=part.output,
+            pending_bytes=part.pending_bytes, forward_workspace_bytes=part.forward_workspace_bytes, backward_workspace_bytes=own,
+            output_bytes=part.output, output_gradient_bytes=part.output, output_unsaved_bytes=0, output_saved_later_bytes=part.output,
             leftovers=(Leftover(num_later=1, num_bytes=part.output),) if 0 < part.output <= own else (),
-            forward_work=part.work("forward"),
-            backward_work=part.work("backward"),
-            tensors=part.tensors,
+            forward_work=part.work("forward"), backward_work=part.work("backward"), tensors=part.tensors,
             num_forward_times=len(part.kernels),
-        )
+        )  # fmt: skip
 
 
 def _empty_gradients(parts: tuple[Part, ...]) -> list[SharedWeight]:
@@ -240,16 +203,12 @@ def _empty_gradients(parts: tuple[Part, ...]) -> list[SharedWeight]:
     for layer, part in enumerate(parts):
         for shape in dict.fromkeys(part.weights):
             users_of[shape] = (*users_of.get(shape, ()), layer)
-    return [
-        SharedWeight(
-            name=f"empty gradient of {shape[0]} x {shape[1]}",
-            layers=users if len(users) > 1 else (users[0], len(parts) - 1),
-            num_parameters=0,
-            weight_bytes=ELEMENT * prod(shape),
-            gradient_bytes=0,
-        )
-        for shape, users in users_of.items()
-    ]
+    found = list[SharedWeight]()
+    for (rows, columns), users in users_of.items():
+        found.append(SharedWeight(
+            name=f"empty gradient of {rows} x {columns}", layers=users if len(users) > 1 else (users[0], len(parts) - 1),
+            num_parameters=0, weight_bytes=ELEMENT * rows * columns, gradient_bytes=0))  # fmt: skip
+    return found
 
 
 def num_parameters(decoder: Decoder) -> tuple[int, int, int]:

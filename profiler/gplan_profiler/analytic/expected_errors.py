@@ -6,6 +6,7 @@ Where a trainer has fewer than twelve runs of a kind on a GPU, those on all GPUs
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import resources
 
 import msgspec
@@ -40,6 +41,13 @@ class ExpectedError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
+@cache
+def _known_errors() -> dict[str, dict[str, dict[str, ExpectedError]]]:
+    """By trainer, kind and GPU."""
+    text = resources.files("gplan_profiler.analytic").joinpath("expected_errors.toml").read_text(encoding="utf-8")
+    return msgspec.toml.decode(text, type=dict[str, dict[str, dict[str, ExpectedError]]])
+
+
 def expected_error(trainer: str, hardware: str, *, kind: str = DENSE, receiver: str = "") -> str:
     """The sentence for a trainer's runs of a kind of model on a GPU, by their names.
 
@@ -50,9 +58,7 @@ def expected_error(trainer: str, hardware: str, *, kind: str = DENSE, receiver: 
             f"no published runs of {receiver} check this plan: its times and memory assume the kernels of {trainer} with "
             "Transformer Engine"
         )
-    text = resources.files("gplan_profiler.analytic").joinpath("expected_errors.toml").read_text(encoding="utf-8")
-    found = msgspec.toml.decode(text, type=dict[str, dict[str, dict[str, ExpectedError]]])
-    known = found.get(trainer, {}).get(kind, {})
+    known = _known_errors().get(trainer, {}).get(kind, {})
     gpu = hardware if hardware in known else ALL
     if gpu in known:
         return known[gpu].text(f"{trainer}, {kind}, {gpu}")
