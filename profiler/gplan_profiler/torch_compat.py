@@ -11,8 +11,11 @@ memory is read off the allocator's record; FSDP2 reduces the gradients of many m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import BuiltinMethodType
 from typing import Any
 
 import torch
@@ -157,19 +160,21 @@ def module_moves_replaced(to: Callable[..., Any]) -> AbstractContextManager[None
 
 
 @contextmanager
-def function_calls_replaced(call: Callable[..., Any]) -> Iterator[None]:
+def function_calls_replaced(call: Callable[..., Any], modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Inside, a call of a custom autograd function is `call(plain, function, *args, **kwargs)`; `plain(*args, **kwargs)` is the original call.
 
-    Scripts keep `Function.apply` in names of their own (`scan = Scan.apply`), which no attribute replaces: outside transforms
-    such as torch.vmap it is the `apply` of its base class that is replaced, which it calls.
+    Scripts keep `Function.apply` in names of their own (`scan = Scan.apply`), which no attribute replaces. Outside transforms
+    such as torch.vmap it is the `apply` of its base class that is replaced, which it calls; since torch 2.15 it is a method
+    in C that calls none, and these names are replaced too: those of scripts, and attributes of these modules.
     """
     own, base = torch.autograd.Function.__dict__["apply"], torch.autograd.function._SingleLevelFunction
+    is_python = isinstance(own, classmethod)  # before torch 2.15
 
-    def in_transforms(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def everywhere(function: Any, *args: Any, **kwargs: Any) -> Any:
         plain = own.__get__(None, function)
-        if torch._C._are_functorch_transforms_active():
-            return call(plain, function, *args, **kwargs)
-        return plain(*args, **kwargs)
+        if is_python and not torch._C._are_functorch_transforms_active():
+            return plain(*args, **kwargs)
+        return call(plain, function, *args, **kwargs)
 
     def outside(function: Any, *args: Any, **kwargs: Any) -> Any:
         plain = super(base, function).apply
@@ -179,11 +184,27 @@ def function_calls_replaced(call: Callable[..., Any]) -> Iterator[None]:
             else plain(*args, **kwargs)
         )
 
+    names = [] if is_python else list(_names_of_calls(modules))
     with (
-        replaced(torch.autograd.Function, apply=classmethod(in_transforms)),
-        replaced(base, apply=classmethod(outside)),
+        replaced(torch.autograd.Function, apply=classmethod(everywhere)),
+        replaced(base, apply=classmethod(outside)) if is_python else nullcontext(),
     ):
-        yield
+        try:
+            for holder, name, kept in names:
+                holder[name] = partial(everywhere, kept.__self__)
+            yield
+        finally:
+            for holder, name, kept in names:
+                holder[name] = kept
+
+
+def _names_of_calls(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The names of scripts and modules for a method in C `Function.apply`: the dictionary, the name and the method."""
+    for holder in [getattr(x, "__dict__", {}) for x in (*sys.modules.values(), *modules)]:
+        for name, x in [*holder.items()]:
+            is_call = type(x) is BuiltinMethodType and x.__name__ == "apply" and isinstance(x.__self__, type)
+            if is_call and issubclass(x.__self__, torch.autograd.Function):
+                yield holder, name, x
 
 
 def autocast_replaced(enter: Callable[..., Any]) -> AbstractContextManager[None]:

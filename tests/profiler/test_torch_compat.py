@@ -39,19 +39,23 @@ def test_calls_of_modules_go_through_the_replacement() -> None:
     assert seen == [nn.Sequential, nn.Linear]
 
 
-def test_custom_functions_and_moves_are_replaced() -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return 2 * x
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
 
-    kept = Twice.apply
-    with torch_compat.function_calls_replaced(lambda _plain, function, x: function.__name__):
-        assert Twice.apply(torch.ones(1)) == kept(torch.ones(1)) == "Twice"  # type: ignore[no-untyped-call]
+
+twice = Twice.apply  # a name of a script's own
+
+
+def test_custom_functions_and_moves_are_replaced() -> None:
+    instance = nn.Module()
+    instance.kept = Twice.apply  # type: ignore[assignment]
+    with torch_compat.function_calls_replaced(lambda _plain, function, x: function.__name__, [instance]):
+        assert Twice.apply(torch.ones(1)) == twice(torch.ones(1)) == instance.kept(torch.ones(1)) == "Twice"
     with torch_compat.function_calls_replaced(lambda plain, _function, x: plain(x)):
-        assert float(kept(torch.ones(1))) == 2  # type: ignore[no-untyped-call]
-    assert float(kept(torch.ones(1))) == 2  # type: ignore[no-untyped-call]
-    assert float(Twice.apply(torch.ones(1))) == 2  # type: ignore[no-untyped-call]
+        assert float(twice(torch.ones(1))) == 2
+    assert all(float(x(torch.ones(1))) == 2 for x in (Twice.apply, twice, instance.kept))
     with torch_compat.module_moves_replaced(lambda module, *_: "moved"):
         assert nn.Linear(1, 1).to("meta") == "moved"
 

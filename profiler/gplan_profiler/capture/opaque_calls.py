@@ -75,8 +75,8 @@ class CustomFunction:
         return replace(self, writes=(), shares=shares, copies=self.writes)
 
 
-def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None]:
-    """Inside, calls of custom functions are traced as operators and appended to `found`."""
+def custom_functions(found: list[CustomFunction], model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, calls of custom functions by the model are traced as operators and appended to `found`."""
 
     def apply(plain: Callable[..., Any], function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         tracer = running_tracer()
@@ -106,7 +106,7 @@ def custom_functions(found: list[CustomFunction]) -> AbstractContextManager[None
         _add_to_graph(CustomFunction(function, arguments, writes, shares), tensors, made, tracer, found)
         return output
 
-    return function_calls_replaced(apply)
+    return function_calls_replaced(apply, model.modules())
 
 
 def put_custom_functions(module: GraphModule, found: list[CustomFunction]) -> None:

@@ -153,7 +153,7 @@ class _ModelRun:
             self._is_running = True
             try:
                 with ExitStack() as stack:
-                    for x in (*around, custom_functions(self.functions)):
+                    for x in (*around, custom_functions(self.functions, self.model)):
                         stack.enter_context(x)
                     self.readings = stack.enter_context(readings_of_changes(self.model))
                     output = plain(module, *args, **kwargs)
