@@ -257,7 +257,8 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
     if unlimited is None:
         return []
     if fits_memory(problem, unlimited.stages):
-        return _better(problem, [ends_of_stages(problem, unlimited.stages), *known])
+        every = [ends_of_stages(problem, unlimited.stages), *known]
+        return [min(every, key=lambda ends: goal_s(problem, stages_between(problem, ends.tolist())))]
     known = known or _found_to_fit(problem, deadline_s=deadline_s)
     now_s = time.perf_counter()
     if not known or now_s - started_s > _SHARE_OF_FIRST * (deadline_s - now_s):
@@ -266,13 +267,6 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
     search = Search(problem=free, goal=PeakGoal)
     moved = search.moved(_known_peak(free, unlimited), deadline_s=_part_of(deadline_s))
     return [*known, moved.ends] if moved.value <= (problem.memory_of(0) or 0) else known
-
-
-def _better(problem: Problem, starts: Sequence[Ints]) -> list[Ints]:
-    """The best one of them, if there is any."""
-    if len(starts) < 2:
-        return list(starts)
-    return [min(starts, key=lambda ends: goal_s(problem, stages_between(problem, ends.tolist())))]
 
 
 def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:
