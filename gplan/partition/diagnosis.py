@@ -249,7 +249,12 @@ def stages_that_fit(problem: Problem, machine: Machine | None = None, given: str
     before = f"with {given} " if given else ""
     what, on = "devices" if problem.has_chunks else "stages", "" if machine is None else " the machine"
     deadline_s, word = time.perf_counter() + _SEARCH_S, "fits"
-    for number, does_fit in enumerate(_feasibility(problem, machine, deadline_s=deadline_s), start=1):
+    if machine is None:
+        feasible = feasibility_by_num_devices(problem)
+    else:
+        numbers = range(1, min(len(machine.devices), problem.num_layers) + 1)
+        feasible = (fits_machine(replace(problem, num_stages=x), machine, deadline_s=deadline_s) for x in numbers)
+    for number, does_fit in enumerate(feasible, start=1):
         if does_fit:
             options = f"{given} {problem.options.num_devices} {number}".strip()
             if "--microbatches" not in given:  # by default others
@@ -267,15 +272,6 @@ def stages_that_fit(problem: Problem, machine: Machine | None = None, given: str
         f"{before}no number of stages fits: with one layer per stage, stage {stage.index} (layers: {stage.layers_text}) needs "
         f"{bytes_text(peak_bytes)}"
     )
-
-
-def _feasibility(problem: Problem, machine: Machine | None, *, deadline_s: float) -> Iterator[bool | None]:
-    """`feasibility_by_num_devices`, on a machine up to its number of devices."""
-    if machine is None:
-        yield from feasibility_by_num_devices(problem)
-        return
-    for number in range(1, min(len(machine.devices), problem.num_layers) + 1):
-        yield fits_machine(replace(problem, num_stages=number), machine, deadline_s=deadline_s)
 
 
 def _device_text(tightest: TightestDevice) -> str:

@@ -131,26 +131,19 @@ def _on_prefixes(problem: Problem) -> Solution | None:
     return None if found is None else replace(found, lower_bound_s=0.0)
 
 
-def _in_profile_order(start: Solution | None) -> Solution:
-    """The plan known, for a problem whose layers to recompute the mixed-integer program cannot choose."""
-    if start is None:
-        raise UsageError(
-            "the model has too many branches to choose layers to recompute, and no plan in the profile's order fits; "
-            "expected --recompute never, always or except-last"
-        )
-    note = (
-        "too many branches to choose layers to recompute: the layers stay in the profile's order, and nothing is proven"
-    )
-    return replace(start, lower_bound_s=0.0, notes=(*start.notes, note))
-
-
 def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start: Solution | None) -> Solution | None:
     if solver == "dp":
         raise UsageError(
             "the dynamic program cannot hold this problem: too many ways to cut the model; let gplan choose (--solver auto) or take --solver milp"
         )
-    if problem.recompute == "selected" and solver == "auto":
-        return _in_profile_order(start)
+    if problem.recompute == "selected" and solver == "auto":  # the program cannot choose layers to recompute
+        if start is None:
+            raise UsageError(
+                "the model has too many branches to choose layers to recompute, and no plan in the profile's order fits; "
+                "expected --recompute never, always or except-last"
+            )
+        note = "too many branches to choose layers to recompute: the layers stay in the profile's order, and nothing is proven"
+        return replace(start, lower_bound_s=0.0, notes=(*start.notes, note))
     from gplan.partition.milp import smallest_by_milp  # PuLP takes longer to import than a plan to find
 
     return smallest_by_milp(
