@@ -21,13 +21,33 @@ from gplan.core import Link, Profile, Sharding, StageBytes, StageCost, StageTime
 from gplan.core.profile import BUCKET_BYTES
 from gplan.corrections.sharding import EXCHANGED
 from gplan.cost.layer_sums import LayerSums, SecondsOf
-from gplan.cost.microbatch_bytes import GPLAN, MEGATRON, NANOTRON, MicrobatchTerms, TransferMemory, microbatch_bytes
 from gplan.cost.part_table import PartTable, first_of, parts_of, rows_of
 from gplan.cost.workspaces import Workspaces
 from gplan.graph.boundary import Crossing, PassThrough, crossing_of, saved_outputs, unsaved_outputs
 from gplan.graph.down_sets import Bools, DownSets, Floats, Ints, Output, Prefixes, Waiting
+from gplan.schedules.transfers import RECEIVES_AHEAD
 
 _MOST_POSITIONS = 400  # of a chain whose stages are few enough to look at all of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferMemory:
+    """What an engine holds of what stages send and receive. All have a buffer for each receive from when it is posted."""
+
+    receives_ahead: int = 0  # passes before the one that needs it that a receive is posted
+    keeps_sent: bool = False  # outputs until their backward, and gradients for a while after they were sent
+    frees_outputs: bool = False  # whether an output that only later stages keep is freed once it is sent
+
+
+GPLAN = TransferMemory(receives_ahead=RECEIVES_AHEAD, keeps_sent=True)
+"""gplan's own engines (`gplan/schedules/transfers.py`)."""
+
+MEGATRON = TransferMemory(frees_outputs=True)
+"""Megatron-LM's: an activation is received when its forward is next, a gradient when its backward is, what is sent is waited
+for, and the elements of an output are freed then (`deallocate_output_tensor` in pipeline_parallel/schedules.py)."""
+
+NANOTRON = TransferMemory()
+"""nanotron's: the same, but an output is kept until its backward (`PipelineTrainBatchState` in pipeline_parallel/state.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,44 +352,46 @@ class StageTable:
         return {}
 
     def _computed_bytes(self, first: Ints, end: Ints, boundaries: DeviceBoundaries) -> StageBytes[Ints]:
-        sums, crossing, workspaces = self.sums, self.crossing, self.workspaces
-        pass_through, passing_unsaved = (x * boundaries.before for x in self.pass_through.activation_bytes(first, end))
+        """[E] each: what stages hold at all times, for each micro-batch by what crosses their two cuts, and for a moment.
+
+        After the last stage the output is what the loss keeps of the model's outputs. There the backward of the loss comes
+        before the layers run again. What only passes a stage lies in the receive buffers.
+        """
+        sums, crossing, workspaces, transfers = self.sums, self.crossing, self.workspaces, self.transfers
+        passing, passing_unsaved = (x * boundaries.before for x in self.pass_through.activation_bytes(first, end))
         unsaved = self.unsaved_sent(end, passing_unsaved)
         is_last = end == self.num_positions - 1
-        returned = self.pass_through.returned_bytes(first, end) if boundaries.returns else 0
-        held = microbatch_bytes(
-            MicrobatchTerms(
-                layers_stash=sums.stash[end] - sums.stash[first],
-                layers_pending=sums.pending[end] - sums.pending[first],
-                loss_stash=np.where(is_last, sums.loss.stash_bytes if sums.loss else 0, 0),
-                received_activation=crossing.activation_bytes[first] * boundaries.before,
-                sent_gradient=crossing.gradient_bytes[first] * boundaries.before - returned,
-                received_gradient=crossing.gradient_bytes[end] * boundaries.after,
-                output=crossing.kept_bytes[end],
-                output_before_loss=np.where(is_last, 0, crossing.kept_bytes[end]),
-                output_unsaved=unsaved,
-                output_saved_later=crossing.saved_later_bytes[end] - self.pass_through.saved_later_bytes(first, end),
-                pass_through=pass_through,
-            ),
-            self.transfers,
-        )
+        layers_stash = sums.stash[end] - sums.stash[first]
+        loss_stash = np.where(is_last, sums.loss.stash_bytes if sums.loss else 0, 0)
+        saved_later = crossing.saved_later_bytes[end] - self.pass_through.saved_later_bytes(first, end)
+        received = crossing.activation_bytes[first] * boundaries.before
+        if transfers.keeps_sent:
+            stash = layers_stash + unsaved + loss_stash
+            checkpoint = crossing.kept_bytes[end] - passing + loss_stash
+            again = layers_stash - saved_later + np.where(is_last, 0, crossing.kept_bytes[end]) - passing
+            returned = self.pass_through.returned_bytes(first, end) if boundaries.returns else 0
+            sent = crossing.gradient_bytes[first] * boundaries.before - returned
+        else:
+            again = layers_stash - saved_later
+            stash = (again if transfers.frees_outputs else layers_stash) + loss_stash
+            checkpoint, sent, received = loss_stash, np.zeros_like(again), received - passing
         return StageBytes(
             weight=sums.held("weight_bytes", first, end),
             gradient=sums.held("gradient_bytes", first, end),
             optimizer=np.rint(self.trained_share(first, end) * self.profile.step.state_bytes).astype(np.int64),
-            stash=held.stash,
-            checkpoint=held.checkpoint,
-            recomputed_stash=held.recomputed_stash,
-            pending=held.pending,
-            sent=held.sent,
-            received_activation=held.received_activation,
-            received_gradient=held.received_gradient,
+            stash=stash,
+            checkpoint=checkpoint,
+            recomputed_stash=again,
+            pending=sums.pending[end] - sums.pending[first],
+            sent=sent,
+            received_activation=received,
+            received_gradient=crossing.gradient_bytes[end] * boundaries.after,
             forward_workspace=workspaces.above_stash("forward", first, end, unsaved_sent=unsaved),
             backward_workspace=workspaces.above_stash("backward", first, end),
             input_workspace=workspaces.of_first_half(first, end),
             weight_workspace=workspaces.above_between(first, end),
             recompute_workspace=workspaces.alone(first, end),
-            recomputing_workspace=workspaces.above_recomputed_stash(first, end, held.recomputed_stash),
+            recomputing_workspace=workspaces.above_recomputed_stash(first, end, again),
             optimizer_workspace=self._optimizer_workspace(first, end),
         )
 

@@ -35,10 +35,10 @@ def crossing_of(
     """
     activations, gradients, unsaved, later = (np.zeros(downsets.size, dtype=np.int64) for _ in range(4))
     for way, num_bytes in saved_outputs(profile, layer_costs, only_later=True):
-        later += num_bytes * _crosses(way, downsets)
+        later += num_bytes * is_crossing(way, downsets)
     if profile.values:
         for value in values_of(profile):
-            cost, crosses = value.costs[0], is_crossing(value, downsets)
+            cost, crosses = value.costs[0], is_crossing((value.producer, value.consumers), downsets)
             activations += crosses * cost.num_bytes
             gradients += crosses * cost.gradient_bytes
             unsaved += crosses * cost.unsaved_bytes
@@ -58,12 +58,8 @@ def crossing_of(
     )
 
 
-def is_crossing(value: Value, downsets: DownSets) -> Bools:
-    """[P]: whether the value has its producer on one side of the cut and any of its consumers on the other."""
-    return _crosses((value.producer, value.consumers), downsets)
-
-
-def _crosses(way: Way, downsets: DownSets) -> Bools:
+def is_crossing(way: Way, downsets: DownSets) -> Bools:
+    """[P]: whether a value has its producer on one side of the cut and any of its consumers on the other."""
     producer, consumers = way
     made = np.ones(downsets.size, dtype=np.bool_) if producer is None else downsets.is_before(producer)
     readers = [downsets.is_before(x) for x in consumers if x < downsets.num_layers]

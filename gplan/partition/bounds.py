@@ -51,26 +51,18 @@ class StepBounds:
         return suffix_tables(self.candidates, self._alone_s, np.maximum, num_positions=self._size)[:, 0]
 
     @cached_property
-    def around_after_s(self) -> Floats:
-        """[S+1, P]: the least that a forward and backward of a kept micro-batch take on stages s, ...,
-        with transfers."""
-        return suffix_tables(self.candidates, self._around_s(again=False), np.add, num_positions=self._size)[:, 0]
-
-    @cached_property
-    def around_after_again_s(self) -> Floats:
-        """[S+1, P]: the same of a micro-batch that is recomputed."""
-        if self.problem.recompute == "never":
-            return self.around_after_s
-        return suffix_tables(self.candidates, self._around_s(again=True), np.add, num_positions=self._size)[:, 0]
+    def _around_after_s(self) -> list[Floats]:
+        """[S+1, P] each: the least that a forward and backward take on stages s, ..., with transfers; of a micro-batch that
+        is kept, and of one that is recomputed."""
+        ways = (self._around_s(again=x) for x in (False, True))
+        return [suffix_tables(self.candidates, x, np.add, num_positions=self._size)[:, 0] for x in ways]
 
     def delay_after(self, stage: int, index: Ints | slice) -> Delay:
         """The pure delay, at least, behind some candidates of a stage."""
         some, times = self.candidates[stage], self.candidates[stage].times
         crossing_s, end = times.activation_s[index] + times.gradient_s[index], some.end[index]
-        return Delay(
-            kept_s=crossing_s + self.around_after_s[stage + 1][end],
-            recomputed_s=crossing_s + self.around_after_again_s[stage + 1][end],
-        )
+        kept_s, recomputed_s = (crossing_s + after_s[stage + 1][end] for after_s in self._around_after_s)
+        return Delay(kept_s=kept_s, recomputed_s=recomputed_s)
 
     @property
     def _size(self) -> int:
@@ -92,33 +84,21 @@ class StepBounds:
         return found
 
     @cached_property
-    def _forward_before_s(self) -> Floats:
-        """[S+1, P]: the least that the first forward takes to reach this position as the start of stage s."""
-        seconds = [some.times.forward_s + some.times.activation_s for some in self.candidates]
-        return prefix_tables(self.candidates, seconds, np.add, num_positions=self._size)
-
-    @cached_property
-    def _around_before_s(self) -> tuple[Floats, Floats]:
-        """[S+1, P] each: the least of a forward to this position and a backward from it; kept, and recomputed."""
-        kept, again = (
-            prefix_tables(self.candidates, self._around_s(again=x), np.add, num_positions=self._size)
-            for x in (False, True)
-        )
-        return kept, again
-
-    @cached_property
     def _alone_s(self) -> list[Floats]:
         """[E] for each stage: what its own order takes among pure delays."""
-        problem, found = self.problem, list[Floats]()
-        num_microbatches, (kept, again) = problem.num_microbatches, self._around_before_s
+        problem, found, num_microbatches = self.problem, list[Floats](), self.problem.num_microbatches
+        ways = (
+            [some.times.forward_s + some.times.activation_s for some in self.candidates],
+            *(self._around_s(again=x) for x in (False, True)),
+        )  # to a position as the start of a stage: the first forward, and a forward and a backward, kept or recomputed
+        forward, kept, again = (prefix_tables(self.candidates, x, np.add, num_positions=self._size) for x in ways)
         last_back = _last_back(problem.schedule, problem.num_devices, num_microbatches)
         for stage, some in enumerate(self.candidates):
             delay = self.delay_after(stage, slice(None))
             ends = simulate_window(problem, [some.times], first_stage=stage, delay=delay)
             is_again = is_recomputed(last_back[stage], num_microbatches=num_microbatches, recompute=problem.recompute)
             around_s = (again if is_again else kept)[stage][some.first]
-            forward_s = self._forward_before_s[stage][some.first]
-            found.append(np.maximum(around_s + ends.back_s, forward_s + ends.optimizer_s))
+            found.append(np.maximum(around_s + ends.back_s, forward[stage][some.first] + ends.optimizer_s))
         return found
 
 
@@ -144,7 +124,12 @@ def busy_within(problem: Problem, limit_s: float) -> CandidateLimit:
     most_s = []
     for stage in range(problem.num_stages):
         within_s = limit_s / num_microbatches
-        others = num_microbatches - 1 - _hidden(problem, stage)
+        hidden: float = num_microbatches  # of the others, by the way of one through all
+        if problem.schedule == "gpipe":
+            hidden = 0.0
+        elif problem.schedule == "1f1b":
+            hidden = (min(problem.num_stages - stage, num_microbatches) - 1) / 2
+        others = num_microbatches - 1 - hidden
         most_s.append(max(0.0, min(within_s, beside_s / others) if others > 0 else within_s))
     transfers_s = beside_s + least_transfers_s(problem).max(initial=0.0)
     return CandidateLimit(
@@ -219,16 +204,6 @@ def through_all_s(problem: Problem) -> float:
     layers_s = sum(float(costs.sums.seconds(of, *costs.all_layers)[0]) for of in ("forward", awaited))
     overheads_s = problem.num_stages * costs.microbatch_overhead_s
     return (layers_s + overheads_s) / max(problem.speeds) + float(least_transfers_s(problem).sum())
-
-
-def _hidden(problem: Problem, stage: int) -> float:
-    """How many of the other micro-batches of a stage the way of one through all may hide."""
-    num_microbatches = problem.num_microbatches
-    if problem.schedule == "gpipe":
-        return 0.0
-    if problem.schedule == "1f1b":
-        return (min(problem.num_stages - stage, num_microbatches) - 1) / 2
-    return num_microbatches
 
 
 def least_transfers_s(problem: Problem) -> Floats:

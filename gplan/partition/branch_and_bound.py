@@ -98,11 +98,6 @@ class Search:
     goal: type[Goal]
     enough: float | None = None  # stop at the first value up to this; None: search for the smallest
 
-    @property
-    def least(self) -> float:
-        """A lower bound of all values."""
-        return self.goal.least_of(self.problem)
-
     def is_settled(self, incumbent: Incumbent) -> bool:
         """Whether no better value is looked for: none is there, or it is settled whether one is good enough."""
         if self.enough is None:
@@ -111,7 +106,7 @@ class Search:
 
     def run(self, incumbent: Incumbent, *, deadline_s: float) -> Incumbent:
         """What is known after a search that begins with a plan."""
-        least, last_limit = self.least, incumbent.limit
+        least, last_limit = self.goal.least_of(self.problem), incumbent.limit
         known = incumbent.bounded(least)
         if self.enough is not None and self.is_settled(known):
             return known

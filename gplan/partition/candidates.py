@@ -56,12 +56,14 @@ def suffix_tables(
     tables = np.full((num_stages + 1, 2, num_positions), INFINITY)
     tables[num_stages, :, -1] = 0.0
     for stage in reversed(range(num_stages)):
-        some, runs = candidates[stage], _Runs(candidates[stage].first)
-        for may_exempt in range(2):
-            costs = combine(values[stage], tables[stage + 1, may_exempt][some.end])
-            if may_exempt and exempt is not None:
-                costs = np.minimum(costs, combine(exempt[stage], tables[stage + 1, 0][some.end]))
-            runs.write_least(costs, tables[stage, may_exempt])
+        some, (after, after_with_exempt) = candidates[stage], tables[stage + 1]
+        _write_least(tables[stage, 0], some.first, combine(values[stage], after[some.end]))
+        if exempt is None:
+            tables[stage, 1] = tables[stage, 0]
+            continue
+        costs = combine(values[stage], after_with_exempt[some.end])
+        costs = np.minimum(costs, combine(exempt[stage], after[some.end]))
+        _write_least(tables[stage, 1], some.first, costs)
     return tables
 
 
@@ -74,7 +76,7 @@ def prefix_tables(
     for stage, some in enumerate(candidates):
         by_end = np.argsort(some.end, kind="stable")
         costs = combine(values[stage], tables[stage][some.first])
-        _Runs(some.end[by_end]).write_least(costs[by_end], tables[stage + 1])
+        _write_least(tables[stage + 1], some.end[by_end], costs[by_end])
     return tables
 
 
@@ -108,16 +110,10 @@ def rows_from(candidates: StagePairs, first: int) -> slice:
     )
 
 
-class _Runs:
-    """Runs of equal positions in a sorted array."""
-
-    def __init__(self, positions: Ints) -> None:
-        self._starts = np.flatnonzero(np.concatenate([[True], positions[1:] != positions[:-1]]))
-        self._positions = positions[self._starts]
-
-    def write_least(self, costs: Floats, table: Floats) -> None:
-        """The least cost of each run, written at its position."""
-        table[self._positions] = np.minimum.reduceat(costs, self._starts)
+def _write_least(table: Floats, positions: Ints, costs: Floats) -> None:
+    """Write the least of the costs at each position; positions are sorted."""
+    starts = np.flatnonzero(np.concatenate([[True], positions[1:] != positions[:-1]]))
+    table[positions[starts]] = np.minimum.reduceat(costs, starts)
 
 
 MOST_CANDIDATES = 12_000_000
@@ -173,11 +169,10 @@ def candidates_within(problem: Problem, cap: CandidateLimit, *, most: int = MOST
 
     Raises TooManyCandidates where there are more than `most`, rather than filling the memory.
     """
-    maker = _Maker(problem, cap)
-    candidates: list[Candidates] = []
-    starts = np.array([0])
+    constraints, candidates, starts = ConstraintCheck(problem), list[Candidates](), np.array([0])
     for stage in range(problem.num_stages):
-        made = maker.candidates(stage, starts, most=most - sum(len(x) for x in candidates))
+        left = most - sum(len(x) for x in candidates)
+        made = _candidates_from(problem, cap, constraints, stage, starts, most=left)
         if not len(made):
             return None
         candidates.append(made)
@@ -289,68 +284,45 @@ def loads_s(problem: Problem, stage: int, first: Ints, times: StageSeconds[Float
     return load_s(problem, stage, times, problem.activation_s(stage - 1)[first])
 
 
-class _Maker:
-    """Makes the candidates of one stage after the other."""
-
-    def __init__(self, problem: Problem, cap: CandidateLimit) -> None:
-        self._problem, self._cap = problem, cap
-        self._constraints = ConstraintCheck(problem)
-        self._sums = compute_sums_s(problem)
-
-    def candidates(self, stage: int, starts: Ints, *, most: int) -> Candidates:
-        """The candidates from these positions that are within the cap, fit the memory and satisfy the constraints."""
-        problem, downsets = self._problem, self._problem.costs.downsets
-        most_s = self._cap.seconds_of(stage, starts)
-        span = np.maximum(most_s * problem.speed(stage) * (1 + _SLACK), 0.0)
-        low, high = self._window(stage)
-        parts, count = [], 0
-        ends = self._ends(stage)
-        for first, end in pairs_within(downsets, self._sums, starts, ends, most=span, low=low, high=high):
-            some = self._kept(stage, first, end, most_s[np.searchsorted(starts, first)])
-            parts.append(some)
-            count += len(some)
-            if count > most:
-                raise TooManyCandidates
-        return Candidates(
-            first=np.concatenate([x.first for x in parts]),
-            end=np.concatenate([x.end for x in parts]),
-            times=StageSeconds.joined([x.times for x in parts]),
-            load_s=np.concatenate([x.load_s for x in parts]),
-        )
-
-    def _ends(self, stage: int) -> Ints:
-        """Where the stage may end: what crosses there fits into the loads on both sides, and into the step."""
-        problem = self._problem
-        if stage == problem.num_stages - 1:
-            return np.array([problem.costs.num_positions - 1])
+def _candidates_from(
+    problem: Problem, cap: CandidateLimit, constraints: ConstraintCheck, stage: int, starts: Ints, *, most: int
+) -> Candidates:
+    """The candidates of a stage from these positions that are within the cap, fit the memory and satisfy the constraints."""
+    downsets, sums = problem.costs.downsets, compute_sums_s(problem)
+    total, slack = float(sums[-1]), _SLACK * float(sums[-1])
+    if stage == problem.num_stages - 1:
+        ends, low, high = np.array([problem.costs.num_positions - 1]), total - slack, total + slack
+    else:  # the stages before and after it are within the cap too, and so is what crosses the cut after it
+        limits = [most_s * problem.speed(s) for s, most_s in enumerate(cap.most_s)]
+        low, high = total - sum(limits[stage + 1 :]) - slack, sum(limits[: stage + 1]) + slack
         there_s, back_s = problem.activation_s(stage), problem.gradient_s(stage)
-        usable = there_s + back_s <= self._cap.transfers_s
-        if self._cap.by_load:
-            usable &= (back_s <= self._cap.most_s[stage]) & (there_s <= self._cap.most_s[stage + 1])
+        usable = there_s + back_s <= cap.transfers_s
+        if cap.by_load:
+            usable &= (back_s <= cap.most_s[stage]) & (there_s <= cap.most_s[stage + 1])
         usable[[0, -1]] = False
-        return np.flatnonzero(usable)
-
-    def _window(self, stage: int) -> tuple[float, float]:
-        """Between which sums the stage may end, as the stages before and after it are within the cap too."""
-        total, slack = float(self._sums[-1]), _SLACK * float(self._sums[-1])
-        if stage == self._problem.num_stages - 1:
-            return total - slack, total + slack
-        limits = [most * self._problem.speed(s) for s, most in enumerate(self._cap.most_s)]
-        return total - sum(limits[stage + 1 :]) - slack, sum(limits[: stage + 1]) + slack
-
-    def _kept(self, stage: int, first: Ints, end: Ints, most: Floats) -> Candidates:
-        problem, downsets = self._problem, self._problem.costs.downsets
-        num_after = problem.num_stages - 1 - stage
+        ends = np.flatnonzero(usable)
+    longest_s, num_after = cap.seconds_of(stage, starts), problem.num_stages - 1 - stage
+    span = np.maximum(longest_s * problem.speed(stage) * (1 + _SLACK), 0.0)
+    parts, count = list[Candidates](), 0
+    for first, end in pairs_within(downsets, sums, starts, ends, most=span, low=low, high=high):
         enough = problem.num_layers - downsets.num_before[end] >= num_after
         if num_after == 0:
             enough = end == downsets.size - 1
-        enough &= self._constraints.allows(stage, first, end)
-        first, end, most = first[enough], end[enough], most[enough]
-        times = stage_seconds(problem, stage, first, end)
+        enough &= constraints.allows(stage, first, end)
+        first, end = first[enough], end[enough]
+        most_s, times = longest_s[np.searchsorted(starts, first)], stage_seconds(problem, stage, first, end)
         load = loads_s(problem, stage, first, times)
-        within = load <= most if self._cap.by_load else passes_s(problem, stage, times) <= most * (1 + _SLACK)
-        candidates = Candidates(first=first, end=end, times=times, load_s=load).take(within)
-        candidates = fitting(problem, stage, candidates)
-        if problem.recompute == "selected" and self._cap.by_load:
-            return candidates.take(candidates.load_s <= self._cap.seconds_of(stage, candidates.first))
-        return candidates
+        within = load <= most_s if cap.by_load else passes_s(problem, stage, times) <= most_s * (1 + _SLACK)
+        some = fitting(problem, stage, Candidates(first=first, end=end, times=times, load_s=load).take(within))
+        if problem.recompute == "selected" and cap.by_load:
+            some = some.take(some.load_s <= cap.seconds_of(stage, some.first))
+        parts.append(some)
+        count += len(some)
+        if count > most:
+            raise TooManyCandidates
+    return Candidates(
+        first=np.concatenate([x.first for x in parts]),
+        end=np.concatenate([x.end for x in parts]),
+        times=StageSeconds.joined([x.times for x in parts]),
+        load_s=np.concatenate([x.load_s for x in parts]),
+    )

@@ -202,9 +202,9 @@ def _remedies_text(
     nothing = [f"the closest that was found: {_needs_text(options, need_bytes)}"] if options else []
     if not (problem.constraints or is_custom_order(problem.schedule)):
         with suppress(TooManyCandidates):
-            does_fit, stages = _stages_that_fit(problem, machine)
+            does_fit, stages = stages_that_fit(problem, machine)
             if not does_fit and options and not fitting:
-                does_fit, stages = _stages_that_fit(other, machine, options)
+                does_fit, stages = stages_that_fit(other, machine, options)
             (fitting if does_fit else nothing).append(stages)
     if fitting:
         return f"what fits: {', '.join(fitting)}"
@@ -241,17 +241,20 @@ def _needs_text(options: str, need_bytes: int | None) -> str:
     return f"{options} fits" if need_bytes is None else f"{options} needs {memory_text(need_bytes)}"
 
 
-def stages_that_fit_text(problem: Problem, machine: Machine | None = None) -> str:
-    """The smallest number of stages, or of devices, for which the problem has a plan, as options; or that there is none."""
-    return _stages_that_fit(problem, machine)[1]
+def stages_that_fit(problem: Problem, machine: Machine | None = None, given: str = "") -> tuple[bool, str]:
+    """Whether some number of stages, or of devices, fits, and the smallest one as options, or that there is none.
 
-
-def _stages_that_fit(problem: Problem, machine: Machine | None, given: str = "") -> tuple[bool, str]:
-    """Whether some number of stages fits, and `stages_that_fit_text`; `given` are options that the problem has already."""
+    `given` are options that the problem has already.
+    """
     before = f"with {given} " if given else ""
     what, on = "devices" if problem.has_chunks else "stages", "" if machine is None else " the machine"
     deadline_s, word = time.perf_counter() + _SEARCH_S, "fits"
-    for number, does_fit in enumerate(_feasibility(problem, machine, deadline_s=deadline_s), start=1):
+    if machine is None:
+        feasible = feasibility_by_num_devices(problem)
+    else:
+        numbers = range(1, min(len(machine.devices), problem.num_layers) + 1)
+        feasible = (fits_machine(replace(problem, num_stages=x), machine, deadline_s=deadline_s) for x in numbers)
+    for number, does_fit in enumerate(feasible, start=1):
         if does_fit:
             options = f"{given} {problem.options.num_devices} {number}".strip()
             if "--microbatches" not in given:  # by default others
@@ -269,15 +272,6 @@ def _stages_that_fit(problem: Problem, machine: Machine | None, given: str = "")
         f"{before}no number of stages fits: with one layer per stage, stage {stage.index} (layers: {stage.layers_text}) needs "
         f"{bytes_text(peak_bytes)}"
     )
-
-
-def _feasibility(problem: Problem, machine: Machine | None, *, deadline_s: float) -> Iterator[bool | None]:
-    """`feasibility_by_num_devices`, on a machine up to its number of devices."""
-    if machine is None:
-        yield from feasibility_by_num_devices(problem)
-        return
-    for number in range(1, min(len(machine.devices), problem.num_layers) + 1):
-        yield fits_machine(replace(problem, num_stages=number), machine, deadline_s=deadline_s)
 
 
 def _device_text(tightest: TightestDevice) -> str:

@@ -162,20 +162,15 @@ class _Within:
             if len(parts) == _MOST_CHUNKS:
                 raise TooManyCandidates
             short = costs.downsets.num_before[end] - costs.downsets.num_before[first] <= longest
-            parts.append(self._fitting(first[short], end[short], peak_moments, boundaries))
+            first, end = first[short], end[short]
+            if self._problem.recompute == "selected":
+                peaks = self._problem.selector.least_peak_bytes(first, end, peak_moments)
+            else:
+                peaks = peak_moments.keeping.peak([costs.part_rows(first, end, boundaries)])
+            some = FittingStages(first=first, end=end, peak_bytes=peaks.astype(np.float64))
+            parts.append(some.take(some.peak_bytes <= self._most_bytes))
         fields = ("first", "end", "peak_bytes")
         return FittingStages(**{x: np.concatenate([getattr(some, x) for some in parts]) for x in fields})
-
-    def _fitting(
-        self, first: Ints, end: Ints, peak_moments: PeakMoments, boundaries: DeviceBoundaries
-    ) -> FittingStages:
-        problem = self._problem
-        if problem.recompute == "selected":
-            peaks = problem.selector.least_peak_bytes(first, end, peak_moments)
-        else:
-            peaks = peak_moments.keeping.peak([problem.costs.part_rows(first, end, boundaries)])
-        found = FittingStages(first=first, end=end, peak_bytes=peaks.astype(np.float64))
-        return found.take(found.peak_bytes <= self._most_bytes)
 
 
 def _demand(problem: Problem, stage: int) -> PeakMoments:

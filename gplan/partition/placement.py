@@ -64,13 +64,33 @@ def best_placement(
     bounded, has_bounded_all = _bounded(problem, machine, found, until_s=deadline_s)
     if not bounded:
         return None
-    unseen = ""
+    unseen = ""  # why there are other arrangements; "" if there are none
     if not is_all:
         unseen = "the machine has too many arrangements: those that keep each host together were looked at first"
     elif not has_bounded_all:
         unseen = "the time was up before all arrangements of the devices were bounded"
-    else_s = _relaxed_bound_s(problem, machine) if unseen else float("inf")
-    return _search(bounded, solve, deadline_s=deadline_s, else_s=else_s, note=unseen)
+    lower_s = _relaxed_bound_s(problem, machine) if unseen else float("inf")
+    best, best_s, num_solved = None, float("inf"), 0
+    for bound_s, arranged in bounded:
+        if best is not None and (bound_s >= best_s or time.perf_counter() > deadline_s):
+            lower_s = min(lower_s, bound_s)
+            break
+        solution = solve(arranged)
+        assert solution is not None, "infeasible arrangements are left out"
+        num_solved += 1
+        lower_s = min(lower_s, solution.lower_bound_s)
+        solution_s = goal_s(arranged, solution.stages)
+        if solution_s < best_s:
+            best, best_s = Placed(problem=arranged, solution=solution), solution_s
+    if best is None:
+        return None
+    notes = best.solution.notes
+    if len(bounded) > 1:
+        notes = (*notes, f"{len(bounded)} arrangements of the devices were bounded, {num_solved} of them solved")
+    if unseen:
+        notes = (*notes, unseen)
+    bound_s = min(best.solution.lower_bound_s, lower_s)
+    return replace(best, solution=replace(best.solution, lower_bound_s=bound_s, notes=notes))
 
 
 def fits_machine(problem: Problem, machine: Machine, *, deadline_s: float) -> bool | None:
@@ -196,40 +216,3 @@ def _lower_bound_s(problem: Problem, largest: Solution) -> float:
     compute = smallest_largest(replace(problem, links=(FREE_LINK,) * (problem.num_stages - 1)))
     assert compute is not None, "there is a partition"
     return problem.num_microbatches * compute.lower_bound_s
-
-
-def _search(
-    bounded: Sequence[tuple[float, Problem]],
-    solve: Solve,
-    *,
-    deadline_s: float,
-    else_s: float,
-    note: str,
-) -> Placed | None:
-    """The best of these arrangements; `else_s` is a lower bound for all others, infinite if there are none.
-
-    `note` is why there are others; "" if there are none.
-    """
-    best: Placed | None = None
-    best_s, lower_s = float("inf"), else_s
-    num_solved = 0
-    for bound_s, problem in bounded:
-        if best is not None and (bound_s >= best_s or time.perf_counter() > deadline_s):
-            lower_s = min(lower_s, bound_s)
-            break
-        solution = solve(problem)
-        assert solution is not None, "infeasible arrangements are left out"
-        num_solved += 1
-        lower_s = min(lower_s, solution.lower_bound_s)
-        solution_s = goal_s(problem, solution.stages)
-        if solution_s < best_s:
-            best, best_s = Placed(problem=problem, solution=solution), solution_s
-    if best is None:
-        return None
-    notes = best.solution.notes
-    if len(bounded) > 1:
-        notes = (*notes, f"{len(bounded)} arrangements of the devices were bounded, {num_solved} of them solved")
-    if note:
-        notes = (*notes, note)
-    bound_s = min(best.solution.lower_bound_s, lower_s)
-    return replace(best, solution=replace(best.solution, lower_bound_s=bound_s, notes=notes))

@@ -52,7 +52,17 @@ class ParetoFront:
     def grown(self, last: tuple[int, float]) -> ParetoFront:
         """The front with one more layer, computed once."""
         if last not in self.longer:
-            self.longer[last] = _grown(self, last)
+            own_bytes, own_s = last
+            saved = np.concatenate([self.saved_bytes, self.saved_bytes + own_bytes])
+            seconds = np.concatenate([self.seconds, self.seconds + own_s])
+            order = np.lexsort((-saved, seconds))
+            saved, seconds = saved[order], seconds[order]
+            most_before = np.concatenate([[-1], np.maximum.accumulate(saved)[:-1]])
+            useful = saved > most_before
+            saved, seconds, error_s = _merged(saved[useful], seconds[useful])
+            self.longer[last] = ParetoFront(
+                saved_bytes=saved, seconds=seconds, error_s=self.error_s + error_s, before=self, last=last
+            )
         return self.longer[last]
 
     def index(self, need_bytes: int) -> int:
@@ -71,18 +81,6 @@ class ParetoFront:
             assert is_kept or front.seconds[index] + own_s == seconds, "a label comes from the front before"
             found.append(not is_kept)
         return found[::-1]
-
-
-def _grown(front: ParetoFront, last: tuple[int, float]) -> ParetoFront:
-    own_bytes, own_s = last
-    saved = np.concatenate([front.saved_bytes, front.saved_bytes + own_bytes])
-    seconds = np.concatenate([front.seconds, front.seconds + own_s])
-    order = np.lexsort((-saved, seconds))
-    saved, seconds = saved[order], seconds[order]
-    most_before = np.concatenate([[-1], np.maximum.accumulate(saved)[:-1]])
-    useful = saved > most_before
-    saved, seconds, error_s = _merged(saved[useful], seconds[useful])
-    return ParetoFront(saved_bytes=saved, seconds=seconds, error_s=front.error_s + error_s, before=front, last=last)
 
 
 def _merged(saved: Ints, seconds: Floats) -> tuple[Ints, Floats, float]:

@@ -131,26 +131,19 @@ def _on_prefixes(problem: Problem) -> Solution | None:
     return None if found is None else replace(found, lower_bound_s=0.0)
 
 
-def _in_profile_order(start: Solution | None) -> Solution:
-    """The plan known, for a problem whose layers to recompute the mixed-integer program cannot choose."""
-    if start is None:
-        raise UsageError(
-            "the model has too many branches to choose layers to recompute, and no plan in the profile's order fits; "
-            "expected --recompute never, always or except-last"
-        )
-    note = (
-        "too many branches to choose layers to recompute: the layers stay in the profile's order, and nothing is proven"
-    )
-    return replace(start, lower_bound_s=0.0, notes=(*start.notes, note))
-
-
 def _by_milp(problem: Problem, solver: str, time_limit_s: float | None, *, start: Solution | None) -> Solution | None:
     if solver == "dp":
         raise UsageError(
             "the dynamic program cannot hold this problem: too many ways to cut the model; let gplan choose (--solver auto) or take --solver milp"
         )
-    if problem.recompute == "selected" and solver == "auto":
-        return _in_profile_order(start)
+    if problem.recompute == "selected" and solver == "auto":  # the program cannot choose layers to recompute
+        if start is None:
+            raise UsageError(
+                "the model has too many branches to choose layers to recompute, and no plan in the profile's order fits; "
+                "expected --recompute never, always or except-last"
+            )
+        note = "too many branches to choose layers to recompute: the layers stay in the profile's order, and nothing is proven"
+        return replace(start, lower_bound_s=0.0, notes=(*start.notes, note))
     from gplan.partition.milp import smallest_by_milp  # PuLP takes longer to import than a plan to find
 
     return smallest_by_milp(
@@ -257,7 +250,8 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
     if unlimited is None:
         return []
     if fits_memory(problem, unlimited.stages):
-        return _better(problem, [ends_of_stages(problem, unlimited.stages), *known])
+        every = [ends_of_stages(problem, unlimited.stages), *known]
+        return [min(every, key=lambda ends: goal_s(problem, stages_between(problem, ends.tolist())))]
     known = known or _found_to_fit(problem, deadline_s=deadline_s)
     now_s = time.perf_counter()
     if not known or now_s - started_s > _SHARE_OF_FIRST * (deadline_s - now_s):
@@ -266,13 +260,6 @@ def _starts(problem: Problem, given: Ints | None, *, deadline_s: float) -> list[
     search = Search(problem=free, goal=PeakGoal)
     moved = search.moved(_known_peak(free, unlimited), deadline_s=_part_of(deadline_s))
     return [*known, moved.ends] if moved.value <= (problem.memory_of(0) or 0) else known
-
-
-def _better(problem: Problem, starts: Sequence[Ints]) -> list[Ints]:
-    """The best one of them, if there is any."""
-    if len(starts) < 2:
-        return list(starts)
-    return [min(starts, key=lambda ends: goal_s(problem, stages_between(problem, ends.tolist())))]
 
 
 def _found_to_fit(problem: Problem, *, deadline_s: float) -> list[Ints]:

@@ -226,38 +226,24 @@ def program_of(
             sent[stage, is_forward, m] = len(entries)
         entries.append(Entry(device_of[stage], sender, durations.setdefault(key, len(durations)), hop))
         actions.append(action)
-    entries = _with_links(entries)
+    # an output that another device needs goes over a link, one for each pair of sender and receiver
+    receivers = {x.need: x.device for x in entries if x.need != NONE and entries[x.need].device != x.device}
+    links: dict[tuple[int, int], int] = {}
+    for i, receiver in sorted(receivers.items()):
+        link = links.setdefault((entries[i].device, receiver), len(links))
+        entries[i] = entries[i]._replace(link=link)
+    if last_stage == schedule.num_stages - 1:  # else a need on the own device has the window's delay
+        entries = [
+            x._replace(need=x.need if x.need in receivers else NONE, hop=x.hop if i in receivers else NONE)
+            for i, x in enumerate(entries)
+        ]
     return ActionProgram(
-        entries=tuple(_without_own(entries, keep=last_stage < schedule.num_stages - 1)),
+        entries=tuple(entries),
         actions=tuple(actions),
         durations=tuple(durations),
         hops=tuple(hops),
         stages=tuple(filter(None, stages)),
     )
-
-
-def _with_links(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries whose output another device needs with their link, one for each pair of sender and receiver."""
-    receivers = {x.need: x.device for x in entries if x.need != NONE and entries[x.need].device != x.device}
-    links: dict[tuple[int, int], int] = {}
-    return [
-        x._replace(link=links.setdefault((x.device, receivers[i]), len(links))) if i in receivers else x
-        for i, x in enumerate(entries)
-    ]
-
-
-def _without_own(entries: Sequence[Entry], *, keep: bool) -> list[Entry]:
-    """The entries without needs on their own device, which come earlier anyway; a window's delay is kept."""
-    if keep:
-        return list(entries)
-    crossing = {x.need for x in entries if x.need != NONE and entries[x.need].device != x.device}
-    return [
-        x._replace(
-            need=x.need if x.need != NONE and entries[x.need].device != x.device else NONE,
-            hop=x.hop if i in crossing else NONE,
-        )
-        for i, x in enumerate(entries)
-    ]
 
 
 @lru_cache(maxsize=32)

@@ -21,7 +21,6 @@ kept recomputed, must fit into that.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -89,7 +88,13 @@ class SettingBounds:
             crossing = int(costs.crossing.activation_bytes[1:-1].min(initial=_MOST_BYTES)) if num_sent else 0
             received = 0 if costs.transfers.frees_outputs else num_sent * crossing
             held = max(held, lasting + (1 if in_flight is None else int(in_flight[0])) * (whole.stash + received))
-        return held > problem.num_devices * memory_bytes or self._packed(self._lasting_bytes) > memory_bytes
+        if held > problem.num_devices * memory_bytes:
+            return True
+        if costs.given_downsets is not None:
+            return False
+        layers = bytes_before(costs)
+        of_layers = np.diff(layers["weight"] + layers["gradient"] + layers["optimizer"])
+        return self._packed(of_layers - 1.0) > memory_bytes  # the state of a stage is a whole number of bytes
 
     def within_s(self, memory_bytes: int) -> float:
         """A lower bound of the step of plans whose devices have this memory; infinite where what is kept cannot fit.
@@ -232,16 +237,6 @@ class SettingBounds:
             least = np.minimum(least + beside[more], with_one_more)
         return float(least.max())
 
-    @property
-    def _lasting_bytes(self) -> Floats:
-        """[L]: what each layer holds at least when the optimizer runs."""
-        costs = self.problem.costs
-        if costs.given_downsets is not None:
-            return np.zeros(1)
-        layers = bytes_before(costs)
-        lasting: Floats = np.diff(layers["weight"] + layers["gradient"] + layers["optimizer"])
-        return lasting - 1.0  # the state of a stage is a whole number of bytes
-
     @cached_property
     def _forward_share(self) -> float:
         """The largest share that the forward has in a layer's compute, or a half; the last stage hides nothing."""
@@ -352,19 +347,11 @@ def _least_largest_s(sums: bytes, low: float, high: float, overhead_s: float, nu
     """The least seconds, from low to high, within which so many stages hold all layers; settings share it."""
     before_s = np.frombuffer(sums).tolist()
     for _ in range(_HALVINGS):
-        middle = 0.5 * (low + high)
-        if _stages_within(before_s, middle - overhead_s, num_stages) <= num_stages:
-            high = middle
-        else:
-            low = middle
+        middle, position = 0.5 * (low + high), 0
+        for _ in range(num_stages):  # each filled with as many layers as it can have
+            most_s = (middle - overhead_s) * (1 + _SLACK)
+            position = bisect_right(before_s, before_s[position] + most_s, position) - 1
+            if position >= len(before_s) - 1:
+                break
+        low, high = (low, middle) if position >= len(before_s) - 1 else (middle, high)
     return low
-
-
-def _stages_within(sums: Sequence[float], most_s: float, enough: int) -> int:
-    """The number of stages of at most `most_s` that the layers fill greedily; at most enough + 1."""
-    start = 0
-    for num_stages in range(1, enough + 1):
-        start = bisect_right(sums, sums[start] + most_s * (1 + _SLACK), start) - 1
-        if start >= len(sums) - 1:
-            return num_stages
-    return enough + 1

@@ -30,7 +30,7 @@ from gplan.partition.diagnosis import (
     conflicting_constraints,
     no_plan_error,
     one_device_notes,
-    stages_that_fit_text,
+    stages_that_fit,
     tightest_device,
 )
 from gplan.partition.plan_evaluation import with_reserved_memory
@@ -398,7 +398,7 @@ def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s:
         return NoPlanError(f"{at_all}; give each device more memory")
     tries_one_k = len({x.num_devices for x in settings}) == 1
     with suppress(TooManyCandidates):
-        at_all += f"; {stages_that_fit_text(problem)}" if tries_one_k and not problem.has_chunks else ""
+        at_all += f"; {stages_that_fit(problem)[1]}" if tries_one_k and not problem.has_chunks else ""
     return NoPlanError(
         f"{at_all}; the closest that was found needs {memory_text(peak_bytes)}: "
         f"{counted(problem.num_devices, 'device')}, {counted(problem.num_microbatches, 'micro-batch')} of "

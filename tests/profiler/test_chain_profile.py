@@ -30,7 +30,10 @@ def assert_values_sum_up(profile: Profile) -> None:
     num_layers = len(profile.layers)
     for size in range(len(profile.microbatch_sizes)):
         for field, sum_field in SUMS.items():
-            crossing = sum(getattr(x.costs[size], field) * is_crossing(x, Prefixes(num_layers)) for x in profile.values)
+            crossing = sum(
+                getattr(x.costs[size], field) * is_crossing((x.producer, x.consumers), Prefixes(num_layers))
+                for x in profile.values
+            )
             assert list(crossing[1:]) == [getattr(x.costs[size], sum_field) for x in profile.layers]  # type: ignore[index]
 
 
