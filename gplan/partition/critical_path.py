@@ -9,7 +9,7 @@ longer than all paths where devices with tied weights wait for each other before
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -47,24 +47,42 @@ class Paths:
         return self._counts(device, critical_entries(program, seconds, program.last[device]), flat)
 
     def by_device(self) -> Floats:
-        """[K, S, times]: for each device a path through all of its actions, and on to its updates.
+        """[K, S, times]: for each device a path through all of its actions, and on to its updates."""
+        return np.array([self._walked(device, self._device_first) for device in range(self.problem.num_devices)])
 
-        Before a device's first action it has those that this one waits for.
-        """
-        found, program = [], self.program
-        for device, last in enumerate(program.last):
-            chain, entry, sends = list[PathEntry](), last, False
-            while entry != NONE:
-                chain.append(PathEntry(entry, runs=True, sends=sends))
-                previous, need = program.previous[entry], program.entries[entry].need
-                entry, sends = (previous, False) if previous != NONE else (need, need != NONE)
-            found.append(self._counts(device, chain))
+    def by_device_and_back(self) -> Floats:
+        """[K, S, times]: for each device a path through all of its actions, and on to the end of the first device."""
+        found = []
+        for device in range(self.problem.num_devices):
+            on_device = {self.program.last[device]}
+
+            def earlier(entry: int, on_device: set[int] = on_device) -> tuple[int, bool]:
+                if entry not in on_device:
+                    need = self.program.entries[entry].need
+                    return (need, True) if need != NONE else (self.program.previous[entry], False)
+                on_device.add(self.program.previous[entry])
+                return self._device_first(entry)
+
+            found.append(self._walked(0, earlier))
         return np.array(found)
 
     @cached_property
     def program(self) -> ActionProgram:
         """The actions of the problem's schedule."""
         return window_program(self.problem, 0, self.problem.num_stages - 1)
+
+    def _device_first(self, entry: int) -> tuple[int, bool]:
+        """The entry before on the device, or, of a device's first, the one that it waits for, by transfer."""
+        previous, need = self.program.previous[entry], self.program.entries[entry].need
+        return (previous, False) if previous != NONE else (need, need != NONE)
+
+    def _walked(self, device: int, earlier: Callable[[int], tuple[int, bool]]) -> Floats:
+        """The counts of the path that ends with a device's updates; `earlier` goes back from one entry to another."""
+        chain, entry, sends = list[PathEntry](), self.program.last[device], False
+        while entry != NONE:
+            chain.append(PathEntry(entry, runs=True, sends=sends))
+            entry, sends = earlier(entry)
+        return self._counts(device, chain)
 
     def _counts(self, device: int, path: Iterable[PathEntry], times: Floats | None = None) -> Floats:
         """[S, times]: what a path takes that ends with a device's updates; `times`, [S times], if the path is for them."""

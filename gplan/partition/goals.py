@@ -53,8 +53,8 @@ class Goal(ABC):
         """[figures, E]: what the sums are made of, of each candidate of a stage."""
 
     @abstractmethod
-    def first_weights(self) -> Floats:
-        """[S, figures]: the mean of some sums, to begin with."""
+    def first_weights(self) -> list[Floats]:
+        """[S, figures] each: means of some sums, to begin with."""
 
     @abstractmethod
     def heaviest(self, figures: Floats) -> Floats:
@@ -92,10 +92,11 @@ class StepGoal(Goal):
         known = self.candidates[stage].times.present
         return np.array([known[TIMES[i]] for i in self._used])
 
-    def first_weights(self) -> Floats:
-        """All devices alike, each busy from its first action to its last."""
-        mean: Floats = self._paths.by_device().mean(axis=0)[:, self._used]
-        return mean
+    def first_weights(self) -> list[Floats]:
+        """All devices alike, each busy from its first action to its last: to its own end,
+        or that of the first device."""
+        means = [self._paths.by_device().mean(axis=0), self._paths.by_device_and_back().mean(axis=0)]
+        return [mean[:, self._used] for mean in means]
 
     def heaviest(self, figures: Floats) -> Floats:
         """[S, times]: the longest path."""
@@ -149,9 +150,9 @@ class LoadGoal(Goal):
         """[1, E]: the loads."""
         return self.candidates[stage].load_s[None]
 
-    def first_weights(self) -> Floats:
+    def first_weights(self) -> list[Floats]:
         """All devices alike."""
-        return np.full((self.problem.num_stages, 1), 1 / self.problem.num_devices)
+        return [np.full((self.problem.num_stages, 1), 1 / self.problem.num_devices)]
 
     def heaviest(self, figures: Floats) -> Floats:
         """[S, 1]: the device that does most."""
@@ -195,12 +196,11 @@ class PeakGoal(Goal):
         """[parts, E]: what the memory of each candidate is made of."""
         return self._limits.all_parts(stage).astype(np.float64)
 
-    def first_weights(self) -> Floats:
+    def first_weights(self) -> list[Floats]:
         """All devices alike, each at the moment at which it holds most where stages need what they do on average."""
         means = np.array([self.figures(stage).mean(axis=1) for stage in range(self.problem.num_stages)])
         found = [self._limits.fullest(device, means) for device in range(self.problem.num_devices)]
-        mean: Floats = np.mean(found, axis=0)
-        return mean
+        return [np.mean(found, axis=0)]
 
     def heaviest(self, figures: Floats) -> Floats:
         """[S, parts]: the moment at which most is held, and the device that does."""

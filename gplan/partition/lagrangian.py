@@ -113,9 +113,9 @@ def _shares(values: Sequence[Floats]) -> list[Floats]:
 
 
 def first_weighted_bounds(goal: Goal) -> WeightedBounds:
-    """The bounds that need no search."""
+    """The best of the bounds that need no search."""
     figures = [goal.figures(stage) for stage in range(goal.problem.num_stages)]
-    return WeightedBounds(goal, figures, goal.first_weights())
+    return max((WeightedBounds(goal, figures, x) for x in goal.first_weights()), key=lambda weighted: weighted.whole_s)
 
 
 @dataclass
@@ -138,16 +138,20 @@ class WeightUpdates:
         for _ in range(num_rounds):
             if time.perf_counter() > deadline_s:
                 return
-            tried = replace(self.weighted, weights=self.mean_weights)
-            if tried.whole_s > self.weighted.whole_s:
-                self.weighted = tried
-            path = tried.best_path()
-            self.num_rounds += 1
-            share = 1 / (self.num_rounds + 1)
-            self.mean_figures = (1 - share) * self.mean_figures + share * tried.figures_of(path)
-            self.mean_ends_s = (1 - share) * self.mean_ends_s + share * _ends_s(tried, path)
-            share = 1 / (self.num_rounds + _HEAD_START)
-            self.mean_weights = (1 - share) * self.mean_weights + share * tried.goal.heaviest(self.mean_figures)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        best = self.weighted
+        tried = replace(best, weights=self.mean_weights)
+        if tried.whole_s > best.whole_s:
+            self.weighted = tried
+        path = tried.best_path()
+        self.num_rounds += 1
+        share = 1 / (self.num_rounds + 1)
+        self.mean_figures = (1 - share) * self.mean_figures + share * tried.figures_of(path)
+        self.mean_ends_s = (1 - share) * self.mean_ends_s + share * _ends_s(tried, path)
+        share = 1 / (self.num_rounds + _HEAD_START)
+        self.mean_weights = (1 - share) * self.mean_weights + share * best.goal.heaviest(self.mean_figures)
 
     def middle_path(self) -> Ints:
         """[S]: the partition whose cuts are nearest to the mean ones of all partitions so far."""

@@ -62,7 +62,7 @@ def test_the_heaviest_sum_is_the_value_and_any_other_is_no_larger(
     if not problem.costs.profile.shared_weights:  # else devices may wait for each other before their updates
         assert heaviest == pytest.approx(value, rel=1e-12, abs=1e-9)
     assert heaviest <= value * (1 + 1e-12)
-    for weights in (goal.heaviest(figures[1]), goal.first_weights()):
+    for weights in (goal.heaviest(figures[1]), *goal.first_weights()):
         assert (weights * figures[0]).sum() <= value * (1 + 1e-12)
 
 
