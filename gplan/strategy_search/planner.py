@@ -51,7 +51,7 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     Where the profile has the layers' tensors, as those of GPUs do, the plan fits with what the allocators reserve and what
     is taken beside that. Planning counts the bytes of tensors alone: it gets the limit less what is taken beside them, and
     again, a few times, less what the plan found reserves beyond tensors (`TensorLimit`); in a search for that setting alone. The
-    bound is that of the limit that its plan, or that of each setting, was found with.
+    bound stays that of the first limit, as other plans may reserve less.
 
     Raises UsageError for an impossible request, NoPlanError where no plan fits the memory or none was found in time.
     """
@@ -64,7 +64,7 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     request = _with_microbatch_size(profile, request)
     check_limits(memory_bytes=request.memory_bytes, time_limit_s=request.time_limit_s)
     limit, within = _limits(profile, request)
-    tensors, failed = TensorLimit(within or 0), None
+    tensors, failed, fitting, bounds_s = TensorLimit(within or 0), None, list[Plan](), list[float]()
     deadline_s = time.perf_counter() + (TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s)
     for _ in range(_NUM_TRIES):
         try:
@@ -73,15 +73,20 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
             failed = _of_whole_device(error, within, limit)
             tensors.rise()
         else:
+            bounds_s.append(found.proof.lower_bound_s)
+            found = replace(found, proof=replace(found.proof, lower_bound_s=min(bounds_s)))
             lacking = found.device_total_bytes - limit if limit and within != limit else 0
-            if lacking <= 0:
-                return _finished(found, profile, limit, request.options)
-            tensors.lower(found.peak_bytes, lacking)
+            if lacking > 0:
+                tensors.lower(found.peak_bytes, lacking)
+            else:
+                fitting.append(found)
+                tensors.rise()
         if not tensors.is_worth_trying or time.perf_counter() > deadline_s:
             break
         within = tensors.num_bytes
-    if failed is not None:
+    if failed is not None and not fitting:
         raise failed
+    found = min(fitting, key=lambda x: x.proof.objective_s, default=found)
     return _finished(found, profile, limit, request.options)
 
 

@@ -72,7 +72,7 @@ class TensorLimit:
     """
 
     num_bytes: int
-    least: int = 0  # no plan fits this
+    least: int = 0  # no plan fits this, or one that is known
     most: int = 0  # what the tensors of the last plan take that lacks memory; 0: there was none
 
     def lower(self, peak_bytes: int, lacking: int) -> None:
@@ -81,7 +81,7 @@ class TensorLimit:
         self.num_bytes = max(self.most - max(lacking, int(_NEAR * self.most), 1), (self.least + self.most) // 2)
 
     def rise(self) -> None:
-        """After no plan was found to fit."""
+        """After no plan was found to fit, or one that fits with what its allocators reserve."""
         self.least = self.num_bytes
         self.num_bytes = (self.least + self.most) // 2
 
@@ -120,6 +120,7 @@ class SettingSearch:
     _closed: dict[_Way, SettingBounds] = field(default_factory=dict)
     _closed_within: dict[tuple[_Way, int], float] = field(default_factory=dict)  # bounds of the step, by memory limit
     _tensor_limits: dict[_Way, TensorLimit] = field(default_factory=dict)  # where allocators reserved too much
+    _with_all_memory: float = INFINITY  # the smallest bound of these before they got less memory
     _blocks: dict[int, range | None] = field(default_factory=dict)  # by table
     _programs: dict[tuple[_Way, int | None], BlockProgram] = field(default_factory=dict)
 
@@ -206,8 +207,8 @@ class SettingSearch:
 
     @property
     def lower_bound(self) -> float:
-        """Of the cost of every plan within the memory of the last run."""
-        return min(self.cost(self.best), *self.bounds.values())
+        """Of the cost of every plan within the memory of the last run, with what allocators reserve or without."""
+        return min(self.cost(self.best), self._with_all_memory, *self.bounds.values())
 
     @property
     def num_settings_text(self) -> str:
@@ -491,6 +492,9 @@ class SettingSearch:
         if is_empty and "never" in self.space.recompute:
             plan = price(nothing_recomputed(found.problem), found.solution, solve_s=0.0)
         if self._better(self.best, plan) is plan and memory_bytes is not None and (over := self.over(plan)) > 0:
+            if way not in self._tensor_limits:
+                bound = self._weighted(found.solution.lower_bound_s, setting)
+                self._with_all_memory = min(self._with_all_memory, bound)
             self._tensor_limits.setdefault(way, TensorLimit(memory_bytes)).lower(plan.peak_bytes, over)
             return False
         key = ((setting, plan.recompute), memory_bytes)

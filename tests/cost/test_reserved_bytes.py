@@ -11,7 +11,7 @@ from gplan.core import ActionKind, Profile, RecomputeMode
 from gplan.core.errors import NoPlanError
 from gplan.core.layer_cost import LayerCost, Lifetime, Timing
 from gplan.cost.caching_allocator import CachingAllocator
-from gplan.cost.reserved_bytes import CONTEXT_BYTES, StageTensors, device_reserved_bytes, replay, replayed
+from gplan.cost.reserved_bytes import CONTEXT_BYTES, StageTensors, beside_bytes, device_reserved_bytes, replay, replayed
 from gplan.strategy_search.planner import balance
 from gplan_profiler.analytic.decoder_config import Widths, load_decoder
 from gplan_profiler.analytic.decoder_profile import DecoderProfile
@@ -152,11 +152,32 @@ def test_plan_that_fits_is_found_beside_one_that_lacks_memory(schedule: str, rec
         assert balance(profile, **given, **searched, memory_bytes=limit).device_total_bytes <= limit
 
 
-def test_profile_without_tensors_has_no_reserved_bytes() -> None:
-    profile = computed(num_layers=4)
-    bare = replace(
-        profile,
-        layers=tuple(replace(x, costs=tuple(replace(y, num_forward_times=0) for y in x.costs)) for x in profile.layers),
+@pytest.mark.parametrize("searched", [{}, {"total_devices": 4, "batch_size": 16}])
+def test_less_memory_for_tensors_proves_no_plan_best(searched: dict[str, int]) -> None:
+    """A plan that was found after a faster one reserved too much was called proven best."""
+    profile = computed(LEGACY, num_layers=24)
+    given: dict[str, Any] = {
+        "num_devices": 4,
+        "num_microbatches": 16,
+        "schedule": "zb-h1",
+        "recompute": "never",
+    } | searched
+    limit = balance(profile, **given, memory_bytes=int(20.5 * 2**30)).device_total_bytes
+    within = limit - beside_bytes(profile)
+    plan, faster = (
+        balance(profile, **given, memory_bytes=limit),
+        balance(without_tensors(profile), **given, memory_bytes=within),
     )
+    assert plan.prediction.step_s > faster.prediction.step_s * (1 + 1e-6)
+    assert plan.proof.lower_bound_s <= faster.prediction.step_s * (1 + 1e-9)
+
+
+def without_tensors(profile: Profile) -> Profile:
+    layers = (replace(x, costs=tuple(replace(y, num_forward_times=0) for y in x.costs)) for x in profile.layers)
+    return replace(profile, layers=tuple(layers))
+
+
+def test_profile_without_tensors_has_no_reserved_bytes() -> None:
+    bare = without_tensors(computed(num_layers=4))
     plan = balance(bare, num_devices=2, num_microbatches=8, schedule="1f1b")
     assert plan.reserved_bytes == () and device_reserved_bytes(plan, bare) == ()
