@@ -64,7 +64,7 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
     request = _with_microbatch_size(profile, request)
     check_limits(memory_bytes=request.memory_bytes, time_limit_s=request.time_limit_s)
     limit, within = _limits(profile, request)
-    tensors, failed, fitting, bounds_s = TensorLimit(within or 0), None, list[Plan](), list[float]()
+    tensors, failed, fitting, bound_s = TensorLimit(within or 0), None, list[Plan](), float("inf")
     deadline_s = time.perf_counter() + (TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s)
     for _ in range(_NUM_TRIES):
         try:
@@ -73,8 +73,8 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
             failed = _of_whole_device(error, within, limit)
             tensors.rise()
         else:
-            bounds_s.append(found.proof.lower_bound_s)
-            found = replace(found, proof=replace(found.proof, lower_bound_s=min(bounds_s)))
+            bound_s = min(bound_s, found.proof.lower_bound_s)
+            found = replace(found, proof=replace(found.proof, lower_bound_s=bound_s))
             lacking = found.device_total_bytes - limit if limit and within != limit else 0
             if lacking > 0:
                 tensors.lower(found.peak_bytes, lacking)

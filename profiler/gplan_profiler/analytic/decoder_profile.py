@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from math import prod
 
 from gplan.core import Layer, LayerCost, ModelId, Precision, Profile, SharedWeight, StepCost, Timing
 from gplan.core.errors import UsageError
@@ -203,12 +204,16 @@ def _empty_gradients(parts: tuple[Part, ...]) -> list[SharedWeight]:
     for layer, part in enumerate(parts):
         for shape in dict.fromkeys(part.weights):
             users_of[shape] = (*users_of.get(shape, ()), layer)
-    found = list[SharedWeight]()
-    for (rows, columns), users in users_of.items():
-        found.append(SharedWeight(
-            name=f"empty gradient of {rows} x {columns}", layers=users if len(users) > 1 else (users[0], len(parts) - 1),
-            num_parameters=0, weight_bytes=ELEMENT * rows * columns, gradient_bytes=0))  # fmt: skip
-    return found
+    return [
+        SharedWeight(
+            name=f"empty gradient of {shape[0]} x {shape[1]}",
+            layers=users if len(users) > 1 else (users[0], len(parts) - 1),
+            num_parameters=0,
+            weight_bytes=ELEMENT * prod(shape),
+            gradient_bytes=0,
+        )
+        for shape, users in users_of.items()
+    ]
 
 
 def num_parameters(decoder: Decoder) -> tuple[int, int, int]:
