@@ -98,8 +98,10 @@ class WidthSpace:
             divided = token_divisions(self.sequence_length, tensor=tensor, context=context)
             is_whole = not rest and data and not any(count % width for _, count, width, _ in divided)
             if is_whole and self.fixed.get("data") in (None, data):
-                for expert in self._values("expert", self._experts(tensor * context * data)):
-                    if expert > 1 and not places_alike(self.order, tensor * context, expert, pipeline):
+                ranks, experts = tensor * context * data, self.decoder.routed_experts or 1
+                for expert in self._values("expert", divisors(ranks)):
+                    is_alike = expert == 1 or places_alike(self.order, tensor * context, expert, pipeline)
+                    if ranks % expert or experts % expert or not is_alike:
                         continue
                     yield Widths(
                         tensor=tensor, context=context, expert=expert, expert_tensor=1 if expert > 1 else 0, data=data,
@@ -126,10 +128,6 @@ class WidthSpace:
         for own in model.variants:
             heads += [own.num_attention_heads, tensor if copies and not tensor % own.kv_heads else own.kv_heads]
         return not any(x % tensor for x in heads)
-
-    def _experts(self, num_ranks: int) -> list[int]:
-        experts = self.decoder.routed_experts
-        return [x for x in divisors(num_ranks) if experts % x == 0] if experts else [1]
 
     def check(self) -> None:
         """Raise UsageError for a dial that cannot be, with the nearest value that can."""
