@@ -51,7 +51,6 @@ _BETTERED_SHARE = 0.7  # of the time, for even partitions and moves
 _NUM_BETTERED = 40  # settings whose partitions are bettered by moves
 _NUM_REPLAYED = 40  # settings at most that are replayed until one fits with what its allocators reserve
 _REPLAYED_SHARE = 0.1  # of the time, after the search, for that
-_PARTITION_LIMIT_S = 5.0  # of one search of any partition
 _MAX_ACTIONS = 120_000  # of a step: where there are more, partitions of unequal blocks are not searched
 _TURNS_S = (0.3, 1.0, 3.0, 10.0, INFINITY)  # of a setting's program, which others have before it goes on
 _TURN = 1.003  # times the next lowest bound: so far a program raises its own before another setting has its turn
@@ -103,11 +102,6 @@ class ChosenWidths:
     ruled_out: Counter[str] = field(default_factory=Counter)  # how many settings, by the reason
     num_choices: int = 1
     is_cut_short: bool = False  # by the time limit, before the gap was small
-
-    @property
-    def receiver(self) -> str:
-        """The trainer."""
-        return self.search.receiver
 
     @property
     def best(self) -> PlannedChoice:
@@ -393,18 +387,21 @@ class _SearchState:
             self._record(i, counted_blocks.lower_bound_s, counted_blocks.cut, "block-program/HiGHS")
             if counted_blocks.is_final:
                 self.finished.add(i)
-        else:
+        elif 2 * problem.num_stages * problem.num_microbatches > _MAX_ACTIONS:
             self.finished.add(i)
-            if 2 * problem.num_stages * problem.num_microbatches > _MAX_ACTIONS:
-                return
+        else:
             start = None
             if i in self.planned:
                 start = Solution(stages=self.planned[i].cut.stages(), lower_bound_s=0.0, solver="even cuts")
-            left_s = min(_PARTITION_LIMIT_S, turn_s, deadline_s - time.perf_counter())
+            begin_s = time.perf_counter()
+            left_s = min(turn_s, deadline_s - begin_s)
             try:
                 solution = solve(problem, start=start, time_limit_s=left_s, cutoff_s=self.best_s)
             except NoPlanError:  # not known in that time
                 return
+            finally:
+                if time.perf_counter() < begin_s + left_s:
+                    self.finished.add(i)
             if solution is None:
                 self._record(i, INFINITY, None, "")
             else:

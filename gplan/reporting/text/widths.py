@@ -77,7 +77,7 @@ class LayoutResult:
     def of(cls, chosen: ChosenWidths, *, format: str, text: str, notes: tuple[str, ...]) -> LayoutResult:
         """The fields of what was chosen."""
         plan, prediction = chosen.plan, None
-        if not receiver_named(chosen.receiver).serves:
+        if not receiver_named(chosen.search.receiver).serves:
             prediction = LayoutPrediction(
                 step_s=chosen.best.step_s, lower_bound_s=chosen.lower_bound_s, tokens_per_s_per_device=_of(chosen.best).tokens_per_s_per_device,
                 flops_per_s_per_device=device_flops(chosen) / chosen.best.step_s,
@@ -117,7 +117,7 @@ def alternatives(chosen: ChosenWidths) -> list[WidthAlternative]:
 
 def widths_text(chosen: ChosenWidths) -> Iterator[str]:
     """The lines, best first; none of a model that is served, not trained."""
-    if receiver_named(chosen.receiver).serves:
+    if receiver_named(chosen.search.receiver).serves:
         return
     best, every = chosen.best, alternatives(chosen)
     devices = counted(best.choice.widths.devices, "device")
