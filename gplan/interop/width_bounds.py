@@ -18,14 +18,14 @@ takes at least
                            where the last devices have the most, t_k = T / M: w >= W (M W / T - 1) / (2 v K)
 
 Memory counts what a device surely holds: weights, gradients, the optimizer's state, and the least stash; when it holds most
-of its last chunk, it holds K micro-batches of each other one, and of the first more if the warm-up is longer. Beside the bounds
-there are two estimates, of the step and of the memory of an even pipeline, which order the search and prove nothing.
+of its last chunk, it holds K micro-batches of each other one, and of the first more if the warm-up is longer. The devices must
+have the memory for all blocks if each has the lightest, and for the heavy ones by themselves. Beside the bounds there are two
+estimates, of the step and of the memory of an even pipeline, which order the search and prove nothing.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -51,35 +51,31 @@ class ChoiceBounds:
     def step_s(self) -> float:
         """No plan of the setting is faster; infinite where no plan can fit the memory."""
         num_devices, num_microbatches = self.choice.widths.pipeline, self.choice.num_microbatches
-        if self.device_state_bytes > self.usable_bytes or self._most_blocks.sum() < len(self.profile.layers) - 2:
+        whole_s = through_s = float(self._layer_s.sum())
+        if self.device_state_bytes > self.usable_bytes or any(most.sum() < len(x) - 2 for x, most in self._most_blocks):
             return INFINITY
-        whole_s, waits, through_s = sum(self._layer_s), 0, sum(self._layer_s)
         if self.choice.num_chunks == 1:
-            waits = num_devices - 1 if num_microbatches >= 2 * num_devices else 0
             forward_s = sum(x.costs[0].forward.median_s for x in self.profile.layers)
             hidden_s = (min(num_microbatches, num_devices) - 1) * forward_s
             through_s += max(0.0, (num_microbatches - 1) * whole_s - hidden_s) / num_devices
+            if num_microbatches >= 2 * num_devices:
+                through_s = max(through_s, (num_microbatches + num_devices - 1) * whole_s / num_devices)
         share_s, wait_s = num_microbatches * whole_s / num_devices, whole_s / (2 * num_devices * self.choice.num_chunks)
         filled_s = 0.5 * (share_s - wait_s + sqrt((share_s - wait_s) ** 2 + 4 * wait_s * num_microbatches * whole_s))
-        shared_s = share_s + waits * whole_s / num_devices
-        return max(shared_s, num_microbatches * self._least_load_s, through_s, filled_s)
+        return max(share_s, num_microbatches * self._least_load_s, through_s, filled_s)
 
     @property
     def even_step_s(self) -> float:
         """What an even pipeline would take: an estimate."""
         num_devices = self.choice.widths.pipeline
-        load_s = max(sum(self._layer_s) / num_devices, self._least_load_s)
+        load_s = max(float(self._layer_s.sum()) / num_devices, self._least_load_s)
         return load_s * (self.choice.num_microbatches + (num_devices - 1) / self.choice.num_chunks)
 
     @property
     def may_fit(self) -> bool:
-        """Whether an even pipeline fits, by a rough count of what its first device keeps: an estimate."""
-        num_devices, num_chunks = self.choice.widths.pipeline, self.choice.num_chunks
-        times = float(self._times_kept[-1])
-        if self.choice.recompute == "never" and num_chunks > 1:  # its forwards before the first backward
-            times = min((num_chunks + 1) * num_devices - 1, self.choice.num_microbatches * num_chunks) / num_chunks
-        held = self._state_bytes + times * sum(x.costs[0].stash_bytes for x in self.profile.layers)
-        return held <= num_devices * self.usable_bytes
+        """Whether each device may have its even share of blocks: an estimate."""
+        num_devices = self.choice.widths.pipeline
+        return all(most.min() >= (len(x) - 2) // num_devices for x, most in self._most_blocks)
 
     @property
     def device_state_bytes(self) -> float:
@@ -87,16 +83,16 @@ class ChoiceBounds:
         return self._state_bytes / self.choice.widths.pipeline
 
     @cached_property
-    def _layer_s(self) -> list[float]:
+    def _layer_s(self) -> Floats:
         """[L]: a micro-batch on each layer."""
         costs = [x.costs[0] for x in self.profile.layers]
         forwards = 1 + (self.choice.recompute == "always")
-        return [forwards * x.forward.median_s + x.backward.median_s for x in costs]
+        return np.array([forwards * x.forward.median_s + x.backward.median_s for x in costs])
 
     @cached_property
     def _least_load_s(self) -> float:
         """Of the fullest device, for a micro-batch."""
-        return least_load_s(self._layer_s, self._most_blocks)
+        return max(least_load_s(self._layer_s[x], most) for x, most in self._most_blocks)
 
     @cached_property
     def _state_bytes(self) -> float:
@@ -115,8 +111,9 @@ class ChoiceBounds:
         return np.ones(num_devices) if found is None else found
 
     @cached_property
-    def _most_blocks(self) -> Ints:
-        """[K], from the last device of the pipeline to the first: the most blocks for which it has the memory beside its end's layer."""
+    def _most_blocks(self) -> list[tuple[Ints, Ints]]:
+        """For all blocks, and those with more bytes than some: the layers, with the first and the last, and [K] the most blocks
+        for which each device has the memory beside its end's layer, from the last device of the pipeline to the first."""
         layers, trained = self.profile.layers, (*self.profile.layers, *self.profile.shared_weights)
         num_devices, num_chunks = self.choice.widths.pipeline, self.choice.num_chunks
         num_microbatches = self.choice.num_microbatches
@@ -124,7 +121,9 @@ class ChoiceBounds:
         optimizer_share /= sum(x.gradient_bytes for x in trained)  # bytes of state for each byte of gradients
         gradient = np.array([float(x.gradient_bytes) for x in layers])
         lasting = np.array([x.weight_bytes for x in layers]) + optimizer_share * gradient
-        kept = np.array([x.costs[0].stash_bytes - x.costs[0].output_bytes for x in layers])
+        # a stage frees its last output, and has what it received instead, but for the first
+        kept, sent_bytes = np.array([float(x.costs[0].stash_bytes) for x in layers]), layers[1].costs[0].output_bytes
+        kept[-1] -= layers[-1].costs[0].output_bytes
         # whether so much is kept after a first backward too, with which gradients begin
         is_kept_later = self._times_kept < num_microbatches if num_chunks == 1 else num_microbatches > num_devices
         held = lasting + np.outer(is_kept_later * np.ones(num_devices), gradient) + np.outer(self._times_kept, kept)
@@ -135,23 +134,27 @@ class ChoiceBounds:
             further[-1] = 0.0  # of the first stage, which may have no block
             left -= further * kept[1:-1].min()
         left[0] -= held[0, -1]
-        left[-1] -= held[-1, 0]
-        fits = np.cumsum(np.sort(held[:, 1:-1], axis=1), axis=1) <= left[:, None]
-        most: Ints = fits.sum(axis=1) * bool(left.min() >= 0)
-        return most
+        left[-1] -= held[-1, 0] - self._times_kept[-1] * sent_bytes
+        inner = np.arange(1, len(layers) - 1)
+        found = []
+        for least in np.unique(held[-1, inner]):
+            blocks = inner[held[-1, inner] >= least]
+            fits = np.cumsum(np.sort(held[:, blocks], axis=1), axis=1) <= left[:, None]
+            found.append((np.array([0, *blocks, len(layers) - 1]), fits.sum(axis=1) * bool(left.min() >= 0)))
+        return found
 
 
-def least_load_s(layer_s: Sequence[float], most_blocks: Ints) -> float:
+def least_load_s(layer_s: Floats, most_blocks: Ints) -> float:
     """A lower bound of the largest sum of a device, exact for equal blocks, given seconds [L] of the first layer, blocks and the last layer.
 
     Each device has at most so many blocks, [K] from the last device of the pipeline to the first, any of them.
 
-    >>> least_load_s([1.0, 2.0, 2.0, 2.0, 3.0], np.array([3, 3]))
+    >>> least_load_s(np.array([1.0, 2.0, 2.0, 2.0, 3.0]), np.array([3, 3]))
     5.0
     """
     first, last, num_blocks = layer_s[0], layer_s[-1], len(layer_s) - 2
     if len(most_blocks) == 1:
-        return sum(layer_s)
+        return float(layer_s.sum())
     least = np.concatenate([[0.0], np.cumsum(np.sort(layer_s[1:-1]))])  # [blocks + 1]: of so many blocks
     loads = np.unique(np.concatenate([end + least for end in (0.0, first, last)]))
     ends = np.array([last, *[0.0] * (len(most_blocks) - 2), first])
