@@ -141,9 +141,11 @@ def test_wrong_inputs_are_named_with_shape() -> None:
         measure_profile(file, OPTIONS)
 
 
-def test_a_loss_that_is_no_scalar_is_refused_with_its_shape() -> None:
-    file = in_memory(nn.Linear(8, 4), lambda n: torch.randn(n, 8), classes, lambda output, _: output)
-    with pytest.raises(ModelError, match=r"shape \(2, 4\); expected a scalar"):
+def test_loss_of_each_sample_alone_is_refused_with_what_to_write() -> None:
+    # "returned shape (2,); expected a scalar, ()" did not say that the samples are to be put together.
+    file = in_memory(nn.Linear(8, 4), lambda n: torch.randn(n, 8), classes, lambda output, _: output.sum(1))
+    text = r"tensor of shape \(2,\); expected a tensor with a single number for all samples together: end it with .mean\(\)"
+    with pytest.raises(ModelError, match=text):
         measure_profile(file, OPTIONS)
 
 
@@ -211,7 +213,9 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
         return F.cross_entropy(output, target).detach()
 
     file = in_memory(nn.Sequential(nn.Linear(4, 4)), lambda n: torch.randn(n, 4), classes, loss)
-    with pytest.raises(ModelError, match=r"loss in Sequential returned a value without a gradient; expected .*detach"):
+    with pytest.raises(
+        ModelError, match=r"loss in Sequential returned a torch.float32 tensor that has no gradient; expected .*detach"
+    ):
         measure_profile(file, OPTIONS)
 
 
