@@ -24,12 +24,13 @@ from gplan.core.units import bytes_text, counted, memory_text, seconds_text
 from gplan.corrections.links import on_alike_hosts
 from gplan.cost.reserved_bytes import beside_bytes, bytes_over, with_reserved
 from gplan.graph.down_sets import DownSets, Prefixes
-from gplan.partition.balance import alternative_of, balance_fixed
+from gplan.partition.balance import alternative_of, balance_fixed, smaller_microbatches
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.diagnosis import (
     conflicting_constraints,
     no_plan_error,
     one_device_notes,
+    size_to_profile_text,
     stages_that_fit,
     tightest_device,
 )
@@ -40,7 +41,7 @@ from gplan.partition.validation import check_choice, check_constraints, check_co
 from gplan.schedules.registry import custom_counts, default_num_microbatches, num_stages_of, schedule_info
 from gplan.schedules.request import OptionNames, PipelineSetting, PlanRequest, any_setting
 from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch, TensorLimit
-from gplan.strategy_search.space import base_schedule, search_space
+from gplan.strategy_search.space import Setting, base_schedule, search_space
 
 _NUM_TRIES = 10  # of plans for a request without open dials that fits with what the allocators reserve
 
@@ -394,11 +395,22 @@ def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s:
         )
     settings, modes, machine = found.space.settings, found.space.recompute, found.request.machine
     only = _most_telling(found, memory_bytes)
-    if memory_bytes is None or machine or only.constraints or len(settings) * len(modes) == 1:
-        return no_plan_error(only, machine)
+    if memory_bytes is None or machine or found.request.constraints or len(settings) * len(modes) == 1:
+        whole = found.problem(only, modes[0], memory_bytes)
+        smaller = smaller_microbatches(found.profile, whole)
+        return no_plan_error(
+            whole, machine, smaller=lambda: [found.problem(replace(only, **x), modes[0], memory_bytes) for x in smaller]
+        )
     at_all = f"no plan of {found.num_settings_text} fits {bytes_text(memory_bytes)} per device"
     try:
-        problem, peak_bytes = _closest(found, memory_bytes)
+        setting, problem, peak_bytes = _closest(found, memory_bytes)
+        size, smallest = setting.microbatch_size, ""
+        for dials in islice(smaller_microbatches(found.profile, problem), 1):
+            other = found.problem(replace(setting, **dials), problem.recompute, memory_bytes)
+            size, need_bytes = dials["microbatch_size"], tightest_device(other).peak_bytes
+            smallest = (
+                f"; in {dials['num_microbatches']} of --microbatch-size {size} it needs {memory_text(need_bytes)}"
+            )
     except TooManyCandidates:
         return NoPlanError(f"{at_all}; give each device more memory")
     tries_one_k = len({x.num_devices for x in settings}) == 1
@@ -407,20 +419,21 @@ def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s:
     return NoPlanError(
         f"{at_all}; the closest that was found needs {memory_text(peak_bytes)}: "
         f"{counted(problem.num_devices, 'device')}, {counted(problem.num_microbatches, 'micro-batch')} of "
-        f"{problem.costs.profile.microbatch_sizes[0]}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}"
+        f"{setting.microbatch_size}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}{smallest}"
+        f"{size_to_profile_text(problem, size)}"
     )
 
 
-def _most_telling(found: SettingSearch, memory_bytes: int | None) -> Problem:
+def _most_telling(found: SettingSearch, memory_bytes: int | None) -> Setting:
     """The setting to explain: of those that the constraints allow, the one with most devices, with one stage on each."""
     settings, mode = found.space.settings, found.space.recompute[0]
     for x in sorted(settings, key=lambda x: (x.num_stages > x.num_devices, -x.num_devices)):
-        if not conflicting_constraints(problem := found.problem(x, mode, memory_bytes)):
-            return problem
-    return found.problem(settings[0], mode, memory_bytes)
+        if not conflicting_constraints(found.problem(x, mode, memory_bytes)):
+            return x
+    return settings[0]
 
 
-def _closest(found: SettingSearch, memory_bytes: int) -> tuple[Problem, int]:
+def _closest(found: SettingSearch, memory_bytes: int) -> tuple[Setting, Problem, int]:
     """The setting that needs the least memory, and how much, among those that can be computed in a few seconds."""
     deadline_s = time.perf_counter() + _CLOSEST_S
     single = [x for x in found.space.settings if x.num_stages == x.num_devices]  # fast to compute
@@ -429,12 +442,12 @@ def _closest(found: SettingSearch, memory_bytes: int) -> tuple[Problem, int]:
     )
     modes = sorted(found.space.recompute, key=lambda mode: mode not in ("selected", "always"))
     modes = [x for x in modes if x != "selected" or not all(why_not_selected(y.schedule) for y in every)]
-    tried: list[tuple[Problem, int]] = []
+    tried: list[tuple[Setting, Problem, int]] = []
     for setting, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
         if tried and time.perf_counter() > deadline_s:
             break
         if mode == "selected" and why_not_selected(setting.schedule):
             continue
         problem = found.problem(setting, mode, memory_bytes)
-        tried.append((problem, tightest_device(problem).peak_bytes))
-    return min(tried, key=lambda pair: pair[1])
+        tried.append((setting, problem, tightest_device(problem).peak_bytes))
+    return min(tried, key=lambda x: x[2])
