@@ -107,7 +107,7 @@ model = GPipe(model, balance={[x.num_layers for x in plan.stages]}, chunks={plan
 
 def to_inference(plan: Plan, profile: Profile | None, *, variable: str) -> Written:
     """One line for a shell, which sets the variable with the blocks of every stage."""
-    decoder = decoder_of(plan.layer_names, "the receiver")  # as was checked
+    decoder = decoder_of(plan.layer_names, "the receiver", profile)  # as was checked
     counts = [decoder.counts(stage.first_layer, stage.end_layer)[0] for stage in plan.stages]
     tensor = f" --tensor-parallel-size {widths['tensor']}" if (widths := computed_widths(profile)) else ""
     notes = (
