@@ -31,9 +31,7 @@ from gplan.interop.export.requirements import (
 from gplan.interop.receiver_table import RECEIVERS
 from gplan.interop.receivers import decoder_of
 
-_AS_WRITTEN = (
-    "the model's layers as its author wrote them, in the plan's order, each with the operations that follow it"
-)
+_AS_WRITTEN = "those in the comments, as the model's author wrote them, each with the operations that follow it"
 
 
 def to_deepspeed(plan: Plan, profile: Profile | None) -> Written:
