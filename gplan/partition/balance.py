@@ -73,10 +73,10 @@ def balance_fixed(profile: Profile, request: PlanRequest) -> Plan:
         )
     limits: Any = {"solver": request.solver, "time_limit_s": request.time_limit_s}
 
-    def smaller() -> list[Problem]:
-        return [problem_of(profile, replace(request, **x)) for x in smaller_microbatches(profile, problem)]
-
-    plan = best_plan(problem, machine, smaller=smaller, **limits)
+    smaller = smaller_microbatches(profile, problem)
+    plan = best_plan(
+        problem, machine, smaller=lambda: [problem_of(profile, replace(request, **x)) for x in smaller], **limits
+    )
     if not constraints:
         return plan
     free = best_plan(replace(problem, constraints=Constraints()), machine, **limits)
@@ -146,23 +146,19 @@ def best_plan(
         solution = solve_here(problem)
         placed = None if solution is None else Placed(problem=problem, solution=solution)
     else:
-        placed = best_placement(_listed(problem), machine, solve_here, time_limit_s=time_limit_s)
+        try:  # placing asks for the down-sets again and again
+            listed = with_down_sets(problem)
+        except TooManyDownSets as error:
+            raise UsageError(
+                f"{problem.num_layers} layers with this many branches cannot be placed on a machine whose devices differ; "
+                "plan without --machine, or profile with --granularity layer"
+            ) from error
+        placed = best_placement(listed, machine, solve_here, time_limit_s=time_limit_s)
     if placed is None:
         with suppress(TooManyDownSets):
             problem = with_down_sets(problem)
         raise no_plan_error(problem, machine, smaller=smaller)
     return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)
-
-
-def _listed(problem: Problem) -> Problem:
-    """The problem with its down-sets, which placing stages on a machine asks for again and again."""
-    try:
-        return with_down_sets(problem)
-    except TooManyDownSets as error:
-        raise UsageError(
-            f"{problem.num_layers} layers with this many branches cannot be placed on a machine whose devices differ; "
-            "plan without --machine, or profile with --granularity layer"
-        ) from error
 
 
 def alternative_of(plan: Plan, *, label: str = "") -> Alternative:

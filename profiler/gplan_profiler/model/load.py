@@ -345,23 +345,18 @@ def _built_file(model: nn.Module, *, name: str, **fields: Any) -> ModelFile:
     with random_state_kept(), suppress(Exception):  # an error is reported when the batches or the model are needed
         batch = next(iter(file.functions["batches"](1)))
         if not isinstance(batch, Mapping) and batch[1] is not None:
-            loss_of_output(_output_without_training(file, batch[0]))
+            mode, inputs = fake_mode_of(file.model), batch[0]
+            if mode is not None:  # a model without weights
+                inputs = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
+            with model_state_restored(file.model), torch.no_grad(), mode or nullcontext():
+                file.model.eval()
+                loss_of_output(file.forward(inputs))
             notes = (
                 *notes,
                 f"{file.name} defines no loss: the model returns one, and the targets of batches are not used",
             )
         return replace(file, functions=own, notes=notes)
     return file
-
-
-def _output_without_training(file: ModelFile, inputs: Any) -> Any:
-    """The model's output in evaluation mode; of a model without weights, fake tensors."""
-    mode = fake_mode_of(file.model)
-    if mode is not None:
-        inputs = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
-    with model_state_restored(file.model), torch.no_grad(), mode or nullcontext():
-        file.model.eval()
-        return file.forward(inputs)
 
 
 def checked_loss(loss: Any, *, what: str, trains: bool) -> Tensor:
