@@ -23,7 +23,7 @@ from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_text, seconds_text
 from gplan.corrections.links import on_alike_hosts
 from gplan.cost.reserved_bytes import beside_bytes, bytes_over, with_reserved
-from gplan.graph.down_sets import DownSets, Prefixes
+from gplan.graph.down_sets import Prefixes
 from gplan.partition.balance import alternative_of, balance_fixed, smaller_microbatches
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.diagnosis import (
@@ -64,6 +64,7 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
         return search(profile, request, progress=progress)
     request = _with_microbatch_size(profile, request)
     check_limits(memory_bytes=request.memory_bytes, time_limit_s=request.time_limit_s)
+    progress("no plan yet", 0.0)
     limit, within = _limits(profile, request)
     tensors, failed, fitting, bound_s = TensorLimit(within or 0), None, list[Plan](), float("inf")
     deadline_s = time.perf_counter() + (TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s)
@@ -269,7 +270,12 @@ def search(profile: Profile, request: PlanRequest, *, progress: Progress = no_pr
     _check_constraints(request.constraints, profile, request)
     space = search_space(profile, request)
     limit, within = _limits(profile, request)
-    downsets, notes = _down_sets(profile, request.constraints)
+    notes: tuple[str, ...] = ()
+    try:
+        downsets = where_to_cut(profile, in_order=request.constraints.profile_order)
+    except TooManyDownSets:
+        downsets = Prefixes(len(profile.layers))
+        notes = ("with this many branches the search keeps the layers in the profile's order; others may be better",)
     found = SettingSearch(profile=profile, space=space, request=request, downsets=downsets, progress=progress)
     if limit and within != limit:
         found.over = partial(bytes_over, profile=profile, limit=limit)
@@ -304,14 +310,6 @@ def _check_constraints(constraints: Constraints, profile: Profile, request: Plan
     if isinstance(request.num_devices, int):
         num_stages = num_stages_of(base_schedule(request), request.num_devices)
     check_constraints(constraints, profile, num_stages=num_stages)
-
-
-def _down_sets(profile: Profile, constraints: Constraints) -> tuple[DownSets | None, tuple[str, ...]]:
-    try:
-        return where_to_cut(profile, in_order=constraints.profile_order), ()
-    except TooManyDownSets:
-        note = "with this many branches the search keeps the layers in the profile's order; others may be better"
-        return Prefixes(len(profile.layers)), (note,)
 
 
 def _notes(found: SettingSearch, plan: Plan) -> Iterator[str]:
@@ -394,12 +392,13 @@ def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s:
             "allow more time (--time-limit), or leave less open"
         )
     settings, modes, machine = found.space.settings, found.space.recompute, found.request.machine
-    only = _most_telling(found, memory_bytes)
     if memory_bytes is None or machine or found.request.constraints or len(settings) * len(modes) == 1:
-        whole = found.problem(only, modes[0], memory_bytes)
-        smaller = smaller_microbatches(found.profile, whole)
+        of_setting = partial(found.problem, recompute=modes[0], memory_bytes=memory_bytes)
+        most_telling = sorted(settings, key=lambda x: (x.num_stages > x.num_devices, -x.num_devices))
+        only = next((x for x in most_telling if not conflicting_constraints(of_setting(x))), settings[0])
+        smaller = smaller_microbatches(found.profile, of_setting(only))
         return no_plan_error(
-            whole, machine, smaller=lambda: [found.problem(replace(only, **x), modes[0], memory_bytes) for x in smaller]
+            of_setting(only), machine, smaller=lambda: [of_setting(replace(only, **x)) for x in smaller]
         )
     at_all = f"no plan of {found.num_settings_text} fits {bytes_text(memory_bytes)} per device"
     try:
@@ -422,15 +421,6 @@ def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s:
         f"{setting.microbatch_size}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}{smallest}"
         f"{size_to_profile_text(problem, size)}"
     )
-
-
-def _most_telling(found: SettingSearch, memory_bytes: int | None) -> Setting:
-    """The setting to explain: of those that the constraints allow, the one with most devices, with one stage on each."""
-    settings, mode = found.space.settings, found.space.recompute[0]
-    for x in sorted(settings, key=lambda x: (x.num_stages > x.num_devices, -x.num_devices)):
-        if not conflicting_constraints(found.problem(x, mode, memory_bytes)):
-            return x
-    return settings[0]
 
 
 def _closest(found: SettingSearch, memory_bytes: int) -> tuple[Setting, Problem, int]:

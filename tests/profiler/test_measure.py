@@ -135,6 +135,26 @@ def test_frozen_layers_have_weights_without_gradients() -> None:
     assert found.layers[0].costs[0].output_gradient_bytes == 0
 
 
+def test_progress_rises_and_names_each_part() -> None:
+    # It stayed at 75 % without a text while memory was followed, operations counted and the optimizer's step measured again.
+    told = list[tuple[str, float]]()
+    measure_profile(mlp(), replace(OPTIONS, budget_s=0.01), progress=lambda text, share: told.append((text, share)))
+    shares = [share for _, share in told]
+    assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] < 1
+    texts = [text for text, _ in told]
+    for part in (
+        "running the model",
+        "step, round 1 of 4",
+        ", round 10",
+        "memory of the layers",
+        "operations",
+        "of 4, again",
+    ):
+        assert any(part in text for text in texts), part
+    again = [share for text, share in told if "again" in text]
+    assert len(set(again)) == len(again) == 8 and min(again) >= 0.75
+
+
 def test_wrong_inputs_are_named_with_shape() -> None:
     file = in_memory(nn.Linear(8, 4), lambda n: torch.randn(n, 9), classes)
     with pytest.raises(ModelError, match=r"fails on its inputs, \(2, 9\) float32"):
