@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,10 @@ def schedule_named(text: str) -> str:
     from gplan.schedules.registry import SCHEDULES, canonical, make_schedule, schedule_info
 
     path = Path(text)
-    is_file = text.partition(":")[0] not in SCHEDULES and not is_custom_order(text) and (path.suffix or _is_file(path))
+    # os.path.isfile answers False for a name that is too long.
+    is_file = (
+        text.partition(":")[0] not in SCHEDULES and not is_custom_order(text) and (path.suffix or os.path.isfile(path))
+    )
     name = read_custom_order(path) if is_file else text
     try:
         schedule = schedule_info(name)
@@ -106,13 +110,6 @@ def schedule_named(text: str) -> str:
     except ValueError as error:
         raise UsageError(f"{text if is_file else '--schedule'}: {error}") from error
     return canonical(name)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # such as a name that is too long
-        return False
 
 
 def profile_of_plan(plan: Plan, path: Path | None) -> tuple[Profile | None, str]:

@@ -111,27 +111,44 @@ def closed_pipe_ignored() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
+def progress_bar(*, interrupted: str = "no file was left half-written") -> Iterator[Progress]:
     """Shows progress on standard error: a bar on a terminal, else lines. Under torchrun only rank 0 shows it.
 
-    Yields a function that shows a text and the share done.
+    Yields a function that shows a text and the share done. An interrupt says what was done last, and the text `interrupted`.
     """
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     from gplan.core.progress import no_progress
+    from gplan.core.units import seconds_text
 
-    console = Console(stderr=True)
-    if os.environ.get("RANK", "0") != "0":
-        yield no_progress
-    elif not console.is_terminal:
-        yield _progress_lines()
-    else:
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        with Bar(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("starting", total=1.0)
-            yield lambda text, share: progress.update(task, description=text, completed=share)
+    console, last = Console(stderr=True), list[str]()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    begun_s = line_s = time.monotonic()
+
+    def progress(text: str, share: float) -> None:
+        nonlocal line_s
+        last[:] = [f"{share:.0%} done: {text}"]
+        if console.is_terminal:
+            bar.update(task, description=text, completed=share)
+        elif (now_s := time.monotonic()) - line_s >= _LINE_S:
+            line_s = now_s
+            click.echo(f"{share:.0%} done after {seconds_text(now_s - begun_s)}: {text}", err=True)
+
+    try:
+        if os.environ.get("RANK", "0") != "0":
+            yield no_progress
+        elif not console.is_terminal:
+            yield progress
+        else:
+            with Bar(*columns, console=console, transient=True) as bar:
+                task = bar.add_task("starting", total=1.0)
+                yield progress
+    except KeyboardInterrupt as interrupt:
+        if interrupt.args or not last:
+            raise
+        raise KeyboardInterrupt(f"{last[0]}; {interrupted}") from None
 
 
 @contextmanager
@@ -148,19 +165,3 @@ def warnings_noted() -> Iterator[list[str]]:
         yield texts
     finally:
         warnings.showwarning = show
-
-
-def _progress_lines() -> Progress:
-    """Prints a line at most every `_LINE_S` seconds, so that a log shows that long work goes on."""
-    from gplan.core.units import seconds_text
-
-    begun_s = last_s = time.monotonic()
-
-    def show(text: str, share: float) -> None:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if now_s - last_s >= _LINE_S:
-            last_s = now_s
-            click.echo(f"{share:.0%} done after {seconds_text(now_s - begun_s)}: {text}", err=True)
-
-    return show

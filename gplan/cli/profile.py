@@ -98,7 +98,8 @@ def profile(model: str, output: Path, as_json: bool, **options: Any) -> None:
     from gplan.reporting.text.profile import profile_view
 
     json_files.check_writable(output, Profile)
-    with progress_bar() as progress:
+    shorter = "one --microbatch-size, --contention 0 and a small --budget (ten rounds are the least) take less time"
+    with progress_bar(interrupted=f"no profile was written; {shorter}") as progress:
         result = api.profile(model, progress=progress, **options)
     json_files.save(result, output)
     print_result(result, lambda: profile_view(result), as_json=as_json, written=output)

@@ -55,13 +55,12 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def memory_text(num_bytes: int) -> str:
-    """A size, and one for `--memory` that is at least as large, in whole MiB.
+    """The smallest `--memory` in whole MiB, or below one in bytes, that is enough for a size.
 
     >>> memory_text(374_096_115), memory_text(1000)
-    ('357 MiB (--memory 357MiB)', '0.98 KiB (--memory 1000B)')
+    ('--memory 357MiB', '--memory 1000B')
     """
-    whole = f"{math.ceil(num_bytes / 2**20)}MiB" if num_bytes >= 2**20 else f"{num_bytes}B"
-    return f"{bytes_text(num_bytes)} (--memory {whole})"
+    return f"--memory {math.ceil(num_bytes / 2**20)}MiB" if num_bytes >= 2**20 else f"--memory {num_bytes}B"
 
 
 def some_names(names: Collection[str], *, most: int = 3) -> str:

@@ -183,7 +183,8 @@ def _device_changes(profile: Profile, setting: PlanSettings) -> Iterator[_Change
     on_hosts = profile.link.replica_link is not None
     for kind, (count, change) in kinds.items():
         if not count or is_custom_order(setting.schedule) or on_hosts:
-            fixed = "replicas fill their hosts" if on_hosts else f"the custom order has {num_devices} devices"
+            on_host = "replicas fill their hosts; balance with another --k"
+            fixed = on_host if on_hosts else f"the custom order has {num_devices} devices"
             reason = fixed if count else "there is only one device"
             yield _Change(kind, change.replace("one", "one device"), setting, profile, reason)
             continue

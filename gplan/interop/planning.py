@@ -44,7 +44,7 @@ class ForReceiver:
         most, why = most_stages(names, indivisible(name, names, whole))
         prediction = range(0)
         if receiver_named(name).cuts == "decoder" and len(whole.layers) == len(profile.layers):
-            prediction = decoder_of(names, name).prediction
+            prediction = decoder_of(names, name, whole).prediction
         last = names[prediction.start : prediction.stop + 1] if prediction else []
         return cls(name=name, constraints=constraints, most_stages=most, why_no_more=why, prediction=tuple(last))
 

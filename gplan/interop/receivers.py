@@ -152,20 +152,24 @@ _ENTRY = re.compile(r"(.+)\.(\d+)")  # of a list of modules
 _PREDICTION = re.compile(r"(?:.*\.)?mtp(?:_\w+)?(?:\..*)?|.*\.mtp_?\d*")  # mtp.0, model.mtp_layers.1
 
 
-def decoder_of(names: Sequence[str], title: str) -> DecoderLayers:
-    """The parts of a language model by the names of its layers; raises UsageError for other models."""
+def decoder_of(names: Sequence[str], title: str, profile: Profile | None = None) -> DecoderLayers:
+    """The parts of a language model by the names of its layers; raises UsageError for other models.
+
+    By the kinds of a profile, a sequence of different modules beside one list of blocks belongs to embeddings or head.
+    """
     found = [i for i, name in enumerate(names) if _PREDICTION.fullmatch(name)]
-    entries = [
-        (i, match[1], int(match[2]))
-        for i, name in enumerate(names)
-        if i not in found and (match := _ENTRY.fullmatch(name))
-    ]
-    lists = list(dict.fromkeys(name for _, name, _ in entries))
+    matches = {i: match for i, name in enumerate(names) if i not in found and (match := _ENTRY.fullmatch(name))}
+    lists = {match[1]: [i for i, x in matches.items() if x[1] == match[1]] for match in matches.values()}
+    kinds = {} if profile is None else {x.name: x.kind for x in profile.layers}
+    alike = [x for x, places in lists.items() if len(places) > 1 and len({kinds.get(names[i]) for i in places}) == 1]
+    if profile is not None and len(alike) == 1:
+        lists = {alike[0]: lists[alike[0]]}
     if len(lists) != 1:
         blocks_text = f"blocks in {len(lists)} lists ({', '.join(lists)})" if lists else "no blocks such as layers.0"
         raise _not_a_decoder(f"the model has {blocks_text}", title)
-    blocks = range(entries[0][0], entries[-1][0] + 1)
-    if [number for _, _, number in entries] != list(range(len(blocks))):
+    (entries,) = lists.values()
+    blocks = range(entries[0], entries[-1] + 1)
+    if [int(matches[i][2]) for i in entries] != list(range(len(blocks))):
         raise _not_a_decoder(f"other layers stand between the blocks {names[blocks[0]]} and {names[blocks[-1]]}", title)
     prediction = range(found[0], found[-1] + 1) if found else range(blocks.stop, blocks.stop)
     if len(prediction) != len(found) or prediction.start != blocks.stop:
@@ -209,7 +213,7 @@ def _indivisible(receiver: Receiver, names: Sequence[str], profile: Profile | No
         raise UsageError(
             f"the model has {special_text(found)}, which the models of {title} do not have; choose another trainer"
         )
-    decoder = decoder_of(names, title) if receiver.cuts in ("names", "decoder", "blocks") else None
+    decoder = decoder_of(names, title, profile) if receiver.cuts in ("names", "decoder", "blocks") else None
     if decoder is not None and receiver.cuts != "names":
         _check_blocks(decoder, profile, title)
         near, first, last = int(receiver.cuts == "blocks"), decoder.blocks.start, decoder.prediction.stop
@@ -279,8 +283,8 @@ def _check_names(receiver: Receiver, names: Sequence[str]) -> None:
                 )
         if receiver.cuts == "names" and (match := _ENTRY.fullmatch(layer)) and match[1].split(".")[-1] != "layers":
             raise UsageError(
-                f"the blocks are {layer} and so on; {receiver.title} takes Hugging Face models whose blocks are in a list named "
-                "layers, such as model.layers.3; use another format"
+                f"{layer} is an entry of a list; {receiver.title} takes Hugging Face models whose blocks are in a list named layers, "
+                "such as model.layers.3, and no other list; use another format"
             )
 
 
@@ -293,19 +297,24 @@ def child_name(module: str) -> str:
     return {"embed_tokens": "tok_embeddings"}.get(short := module.removeprefix("model."), short)
 
 
+_PASSED_ON = "let each layer between return a copy of it too (y.clone()), or train with gplan run, which sends it to every stage that reads it"
+
+
 def _check_blocks(decoder: DecoderLayers, profile: Profile | None, title: str) -> None:
-    """Raise UsageError unless the output of each block goes to the next layer only, and no two share a weight."""
+    """Raise UsageError unless what trains goes to the next block or layer only, and no two blocks share a weight."""
     if profile is None:
         return
+    names = [layer.name for layer in profile.layers]
     for value in profile.values:
-        maker = -1 if value.producer is None else value.producer
-        if maker in decoder.blocks and value.consumers[-1] > maker + 1:
-            name, reader = profile.layers[maker].name, value.consumers[-1]
-            where = f"by {profile.layers[reader].name}" if reader < len(profile.layers) else "as an output of the model"
+        maker = value.producer
+        if maker is None or maker >= decoder.blocks.stop or is_remade(names, value):
+            continue
+        next_layer, reader = max(maker + 1, decoder.blocks.start), value.consumers[-1]
+        if reader > next_layer and (maker in decoder.blocks or reader in decoder.blocks):
+            where = f"by {names[reader]}" if reader < len(names) else "as an output of the model"
             raise UsageError(
-                f"the output of {name} is read beyond the next layer, {where}; {title} gives a block nothing but the output of "
-                f"the block before it: let the layers after {name} pass the value on in their own output, or train with "
-                "gplan run, which sends it to every stage that reads it"
+                f"the output of {names[maker]} is read beyond {names[next_layer]}, {where}; {title} gives a block nothing but the "
+                f"output of the block before it: {_PASSED_ON}"
             )
     for shared in profile.tied_weights:
         if any(layer in decoder.blocks for layer in shared.layers):
@@ -354,9 +363,7 @@ def _skipping(receiver: Receiver, names: Sequence[str], profile: Profile | None)
         if is_remade(names, value):
             continue
         made_by = MODEL_INPUT if maker < 0 else f"the output of {names[maker]}"
-        why = (
-            f"and {made_by} skips layers there; a stage of {receiver.title} gets only what the layer before it returns"
-        )
+        why = f"and {made_by} skips layers there; a stage of {receiver.title} gets only what the layer before it returns: {_PASSED_ON}"
         yield Indivisible(first=maker + 1, last=last, why=why)
 
 
@@ -429,8 +436,8 @@ def check_plan(name: str, plan: Plan, profile: Profile | None) -> None:
         for x in kept:
             if x.first < cut <= x.last:
                 raise UsageError(
-                    f"the plan cuts before {names[cut]}, {x.why}; plan again with --for {name}, or with --keep-together "
-                    f"{names[x.first]}..{names[x.last]}"
+                    f"the plan cuts before {names[cut]}, {x.why}; plan again with --for {name}, which keeps "
+                    f"{names[x.first]}..{names[x.last]} on one stage"
                 )
 
 

@@ -9,7 +9,7 @@ and says how well it is proven.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -44,7 +44,7 @@ from gplan.partition.validation import (
     check_split_backward,
 )
 from gplan.schedules.custom import is_custom_order
-from gplan.schedules.registry import canonical, custom_counts, num_stages_of, schedule_info
+from gplan.schedules.registry import canonical, custom_counts, make_schedule, num_stages_of, schedule_info
 from gplan.schedules.request import PlanRequest
 
 
@@ -72,7 +72,11 @@ def balance_fixed(profile: Profile, request: PlanRequest) -> Plan:
             "which is not looked for; plan without --machine, or with a schedule that has one stage on each"
         )
     limits: Any = {"solver": request.solver, "time_limit_s": request.time_limit_s}
-    plan = best_plan(problem, machine, smaller=lambda: _in_smaller_microbatches(profile, request), **limits)
+
+    smaller = smaller_microbatches(profile, problem)
+    plan = best_plan(
+        problem, machine, smaller=lambda: [problem_of(profile, replace(request, **x)) for x in smaller], **limits
+    )
     if not constraints:
         return plan
     free = best_plan(replace(problem, constraints=Constraints()), machine, **limits)
@@ -113,23 +117,15 @@ def problem_of(profile: Profile, request: PlanRequest, costs: StageTable | None 
     )
 
 
-def _in_smaller_microbatches(profile: Profile, request: PlanRequest) -> list[Problem]:
-    """The same batch in micro-batches of the smaller profiled sizes that the schedule can have.
-
-    A custom order has the micro-batches that it has.
-    """
-    if is_custom_order(request.schedule):
-        return []
-    sizes, number = profile.microbatch_sizes, request.num_microbatches
-    size = request.microbatch_size or sizes[-1]
-    assert isinstance(number, int) and isinstance(size, int), "no dial is open"
-    problems = list[Problem]()
-    for x in sizes:
+def smaller_microbatches(profile: Profile, problem: Problem) -> Iterator[dict[str, Any]]:
+    """The dials of the same batch in micro-batches of each smaller profiled size; none for a custom order."""
+    size = problem.costs.profile.microbatch_sizes[0]
+    for x in () if is_custom_order(problem.schedule) else profile.microbatch_sizes:
         if x < size and size % x == 0:
-            with suppress(UsageError):
-                smaller = replace(request, microbatch_size=x, num_microbatches=number * size // x)
-                problems.append(problem_of(profile, smaller))
-    return problems
+            number = problem.num_microbatches * size // x
+            with suppress(UsageError):  # there may be too many
+                make_schedule(problem.schedule, num_devices=problem.num_devices, num_microbatches=number)
+                yield {"microbatch_size": x, "num_microbatches": number}
 
 
 def best_plan(
@@ -150,23 +146,19 @@ def best_plan(
         solution = solve_here(problem)
         placed = None if solution is None else Placed(problem=problem, solution=solution)
     else:
-        placed = best_placement(_listed(problem), machine, solve_here, time_limit_s=time_limit_s)
+        try:  # placing asks for the down-sets again and again
+            listed = with_down_sets(problem)
+        except TooManyDownSets as error:
+            raise UsageError(
+                f"{problem.num_layers} layers with this many branches cannot be placed on a machine whose devices differ; "
+                "plan without --machine, or profile with --granularity layer"
+            ) from error
+        placed = best_placement(listed, machine, solve_here, time_limit_s=time_limit_s)
     if placed is None:
         with suppress(TooManyDownSets):
             problem = with_down_sets(problem)
         raise no_plan_error(problem, machine, smaller=smaller)
     return price(placed.problem, placed.solution, solve_s=time.perf_counter() - started_s)
-
-
-def _listed(problem: Problem) -> Problem:
-    """The problem with its down-sets, which placing stages on a machine asks for again and again."""
-    try:
-        return with_down_sets(problem)
-    except TooManyDownSets as error:
-        raise UsageError(
-            f"{problem.num_layers} layers with this many branches cannot be placed on a machine whose devices differ; "
-            "plan without --machine, or profile with --granularity layer"
-        ) from error
 
 
 def alternative_of(plan: Plan, *, label: str = "") -> Alternative:

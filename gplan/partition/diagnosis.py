@@ -61,7 +61,7 @@ def no_plan_error(
         text += " with these constraints"
     try:
         tightest = tightest_device(problem)
-        remedies = _remedies_text(problem, machine, smaller, least_bytes=tightest.peak_bytes)
+        remedies = _remedies_text(problem, machine, smaller(), least_bytes=tightest.peak_bytes)
     except TooManyCandidates:
         more = "" if problem.recompute == "always" else ", or --recompute always"
         return NoPlanError(
@@ -183,13 +183,11 @@ def _memory_text(problem: Problem, machine: Machine | None = None) -> str:
     return f"the machine's devices ({each} per device)"
 
 
-def _remedies_text(
-    problem: Problem, machine: Machine | None, smaller: Callable[[], Sequence[Problem]], *, least_bytes: int
-) -> str:
+def _remedies_text(problem: Problem, machine: Machine | None, smaller: Sequence[Problem], *, least_bytes: int) -> str:
     """What fits, by as few options as possible, and by another number of stages; else what comes closest."""
     deadline_s = time.perf_counter() + _SEARCH_S
     fitting, number, closest = list[str](), 0, (least_bytes, "", problem)
-    for changed, options, other in sorted(_changed(problem, smaller()), key=lambda x: x[0]):
+    for changed, options, other in sorted(_changed(problem, smaller), key=lambda x: x[0]):
         if (changed > number and fitting) or time.perf_counter() > deadline_s:
             break
         number = changed
@@ -200,6 +198,8 @@ def _remedies_text(
             closest = need_bytes, options, other
     need_bytes, options, other = closest
     nothing = [f"the closest that was found: {_needs_text(options, need_bytes)}"] if options else []
+    least_size = min(x.costs.profile.microbatch_sizes[0] for x in (problem, *smaller))
+    finer = "" if fitting else size_to_profile_text(problem, least_size)
     if not (problem.constraints or is_custom_order(problem.schedule)):
         with suppress(TooManyCandidates):
             does_fit, stages = stages_that_fit(problem, machine)
@@ -207,8 +207,18 @@ def _remedies_text(
                 does_fit, stages = stages_that_fit(other, machine, options)
             (fitting if does_fit else nothing).append(stages)
     if fitting:
-        return f"what fits: {', '.join(fitting)}"
-    return "; ".join(nothing) or "give the devices more memory, or use more devices"
+        return f"what fits: {', '.join(fitting)}{finer}"
+    return ("; ".join(nothing) or "give the devices more memory, or use more devices") + finer
+
+
+def size_to_profile_text(problem: Problem, least_size: int) -> str:
+    """What to profile for plans with micro-batches below the smallest size, where the weights alone would fit; else ""."""
+    is_profiled = problem.options.granularity and not is_custom_order(
+        problem.schedule
+    )  # else sizes are chosen elsewhere
+    if least_size == 1 or not is_profiled or lasting_bytes(problem) > problem.num_devices * (problem.memory_of(0) or 0):
+        return ""
+    return f"; smaller micro-batches may fit: gplan profile --microbatch-size {least_size // 2},{least_size}"
 
 
 def _changed(problem: Problem, smaller: Sequence[Problem]) -> Iterator[tuple[int, str, Problem]]:

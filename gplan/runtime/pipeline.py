@@ -46,7 +46,7 @@ from gplan.runtime.sharded_replicas import divided_names, shard_stages
 from gplan.runtime.stage_module import StageModule
 from gplan.runtime.stage_runner import OutputFn, StageRunner, to_device
 from gplan.runtime.stage_state import StageState
-from gplan.runtime.validation import Loss, LossError, check_reduction, checked_loss, num_samples, runs_on_gpus
+from gplan.runtime.validation import Loss, LossError, check_reduction, num_samples, runs_on_gpus
 from gplan_profiler.capture.chain import Chain, autocast
 from gplan_profiler.capture.module_attributes import unreadable
 from gplan_profiler.capture.python_state import StateError
@@ -56,7 +56,7 @@ from gplan_profiler.host.links import deprioritize_connection_threads
 from gplan_profiler.model.compiled import uncompiled
 from gplan_profiler.model.error_location import describe, own_gradients_text
 from gplan_profiler.model.lazy_build import random_state_kept
-from gplan_profiler.model.load import loss_of_output
+from gplan_profiler.model.load import checked_loss, loss_of_output
 from gplan_profiler.model.model_reference import SettingValue, describe_inputs, parse_input_shapes, resize_inputs
 from gplan_profiler.model.precision import convert_floats, input_dtype
 
@@ -505,7 +505,7 @@ class Pipeline(StageState):
                 self._loss_reads.of(output),
             ):
                 try:
-                    value = checked_loss(loss(output, target), trains=torch.is_grad_enabled())
+                    value = checked_loss(loss(output, target), what="the loss", trains=torch.is_grad_enabled())
                 except GplanError:
                     raise
                 except Exception as error:

@@ -35,19 +35,6 @@ class LossError(ModelError):
     """The loss function of a script raised an error for one micro-batch."""
 
 
-def checked_loss(loss: Any, *, trains: bool) -> Tensor:
-    """Return a loss that is a scalar tensor and, if it `trains`, has a gradient; raises ModelError for anything else."""
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ModelError(f"the loss gave {found}; expected a scalar tensor, such as that of .mean()")
-    if trains and not (loss.requires_grad and loss.is_floating_point()):
-        raise ModelError(
-            f"the loss gave a {loss.dtype} tensor that has no gradient; expected one computed from the model's output "
-            "without detach(), item(), argmax() or no_grad()"
-        )
-    return loss
-
-
 def check_reduction(
     loss: Loss, output: Any, target: Any, *, value: Tensor, num_rows: int, expected: LossReduction
 ) -> None:

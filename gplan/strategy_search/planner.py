@@ -23,13 +23,14 @@ from gplan.core.progress import Progress, no_progress
 from gplan.core.units import bytes_text, counted, memory_text, seconds_text
 from gplan.corrections.links import on_alike_hosts
 from gplan.cost.reserved_bytes import beside_bytes, bytes_over, with_reserved
-from gplan.graph.down_sets import DownSets, Prefixes
-from gplan.partition.balance import alternative_of, balance_fixed
+from gplan.graph.down_sets import Prefixes
+from gplan.partition.balance import alternative_of, balance_fixed, smaller_microbatches
 from gplan.partition.candidates import TooManyCandidates
 from gplan.partition.diagnosis import (
     conflicting_constraints,
     no_plan_error,
     one_device_notes,
+    size_to_profile_text,
     stages_that_fit,
     tightest_device,
 )
@@ -40,7 +41,7 @@ from gplan.partition.validation import check_choice, check_constraints, check_co
 from gplan.schedules.registry import custom_counts, default_num_microbatches, num_stages_of, schedule_info
 from gplan.schedules.request import OptionNames, PipelineSetting, PlanRequest, any_setting
 from gplan.strategy_search.setting_search import NUM_RIVALS, SettingSearch, TensorLimit
-from gplan.strategy_search.space import base_schedule, search_space
+from gplan.strategy_search.space import Setting, base_schedule, search_space
 
 _NUM_TRIES = 10  # of plans for a request without open dials that fits with what the allocators reserve
 
@@ -63,6 +64,7 @@ def plan(profile: Profile, request: PlanRequest, *, progress: Progress = no_prog
         return search(profile, request, progress=progress)
     request = _with_microbatch_size(profile, request)
     check_limits(memory_bytes=request.memory_bytes, time_limit_s=request.time_limit_s)
+    progress("no plan yet", 0.0)
     limit, within = _limits(profile, request)
     tensors, failed, fitting, bound_s = TensorLimit(within or 0), None, list[Plan](), float("inf")
     deadline_s = time.perf_counter() + (TIME_LIMIT_S if request.time_limit_s is None else request.time_limit_s)
@@ -268,7 +270,12 @@ def search(profile: Profile, request: PlanRequest, *, progress: Progress = no_pr
     _check_constraints(request.constraints, profile, request)
     space = search_space(profile, request)
     limit, within = _limits(profile, request)
-    downsets, notes = _down_sets(profile, request.constraints)
+    notes: tuple[str, ...] = ()
+    try:
+        downsets = where_to_cut(profile, in_order=request.constraints.profile_order)
+    except TooManyDownSets:
+        downsets = Prefixes(len(profile.layers))
+        notes = ("with this many branches the search keeps the layers in the profile's order; others may be better",)
     found = SettingSearch(profile=profile, space=space, request=request, downsets=downsets, progress=progress)
     if limit and within != limit:
         found.over = partial(bytes_over, profile=profile, limit=limit)
@@ -303,14 +310,6 @@ def _check_constraints(constraints: Constraints, profile: Profile, request: Plan
     if isinstance(request.num_devices, int):
         num_stages = num_stages_of(base_schedule(request), request.num_devices)
     check_constraints(constraints, profile, num_stages=num_stages)
-
-
-def _down_sets(profile: Profile, constraints: Constraints) -> tuple[DownSets | None, tuple[str, ...]]:
-    try:
-        return where_to_cut(profile, in_order=constraints.profile_order), ()
-    except TooManyDownSets:
-        note = "with this many branches the search keeps the layers in the profile's order; others may be better"
-        return Prefixes(len(profile.layers)), (note,)
 
 
 def _notes(found: SettingSearch, plan: Plan) -> Iterator[str]:
@@ -393,12 +392,24 @@ def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s:
             "allow more time (--time-limit), or leave less open"
         )
     settings, modes, machine = found.space.settings, found.space.recompute, found.request.machine
-    only = _most_telling(found, memory_bytes)
-    if memory_bytes is None or machine or only.constraints or len(settings) * len(modes) == 1:
-        return no_plan_error(only, machine)
+    if memory_bytes is None or machine or found.request.constraints or len(settings) * len(modes) == 1:
+        of_setting = partial(found.problem, recompute=modes[0], memory_bytes=memory_bytes)
+        most_telling = sorted(settings, key=lambda x: (x.num_stages > x.num_devices, -x.num_devices))
+        only = next((x for x in most_telling if not conflicting_constraints(of_setting(x))), settings[0])
+        smaller = smaller_microbatches(found.profile, of_setting(only))
+        return no_plan_error(
+            of_setting(only), machine, smaller=lambda: [of_setting(replace(only, **x)) for x in smaller]
+        )
     at_all = f"no plan of {found.num_settings_text} fits {bytes_text(memory_bytes)} per device"
     try:
-        problem, peak_bytes = _closest(found, memory_bytes)
+        setting, problem, peak_bytes = _closest(found, memory_bytes)
+        size, smallest = setting.microbatch_size, ""
+        for dials in islice(smaller_microbatches(found.profile, problem), 1):
+            other = found.problem(replace(setting, **dials), problem.recompute, memory_bytes)
+            size, need_bytes = dials["microbatch_size"], tightest_device(other).peak_bytes
+            smallest = (
+                f"; in {dials['num_microbatches']} of --microbatch-size {size} it needs {memory_text(need_bytes)}"
+            )
     except TooManyCandidates:
         return NoPlanError(f"{at_all}; give each device more memory")
     tries_one_k = len({x.num_devices for x in settings}) == 1
@@ -407,20 +418,12 @@ def _no_plan_error(found: SettingSearch, memory_bytes: int | None, time_limit_s:
     return NoPlanError(
         f"{at_all}; the closest that was found needs {memory_text(peak_bytes)}: "
         f"{counted(problem.num_devices, 'device')}, {counted(problem.num_microbatches, 'micro-batch')} of "
-        f"{problem.costs.profile.microbatch_sizes[0]}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}"
+        f"{setting.microbatch_size}, {schedule_info(problem.schedule).title}, recompute {problem.recompute}{smallest}"
+        f"{size_to_profile_text(problem, size)}"
     )
 
 
-def _most_telling(found: SettingSearch, memory_bytes: int | None) -> Problem:
-    """The setting to explain: of those that the constraints allow, the one with most devices, with one stage on each."""
-    settings, mode = found.space.settings, found.space.recompute[0]
-    for x in sorted(settings, key=lambda x: (x.num_stages > x.num_devices, -x.num_devices)):
-        if not conflicting_constraints(problem := found.problem(x, mode, memory_bytes)):
-            return problem
-    return found.problem(settings[0], mode, memory_bytes)
-
-
-def _closest(found: SettingSearch, memory_bytes: int) -> tuple[Problem, int]:
+def _closest(found: SettingSearch, memory_bytes: int) -> tuple[Setting, Problem, int]:
     """The setting that needs the least memory, and how much, among those that can be computed in a few seconds."""
     deadline_s = time.perf_counter() + _CLOSEST_S
     single = [x for x in found.space.settings if x.num_stages == x.num_devices]  # fast to compute
@@ -429,12 +432,12 @@ def _closest(found: SettingSearch, memory_bytes: int) -> tuple[Problem, int]:
     )
     modes = sorted(found.space.recompute, key=lambda mode: mode not in ("selected", "always"))
     modes = [x for x in modes if x != "selected" or not all(why_not_selected(y.schedule) for y in every)]
-    tried: list[tuple[Problem, int]] = []
+    tried: list[tuple[Setting, Problem, int]] = []
     for setting, mode in product(every[:: max(1, len(every) // _NUM_TRIED)], modes[:2]):
         if tried and time.perf_counter() > deadline_s:
             break
         if mode == "selected" and why_not_selected(setting.schedule):
             continue
         problem = found.problem(setting, mode, memory_bytes)
-        tried.append((problem, tightest_device(problem).peak_bytes))
-    return min(tried, key=lambda pair: pair[1])
+        tried.append((setting, problem, tightest_device(problem).peak_bytes))
+    return min(tried, key=lambda x: x[2])

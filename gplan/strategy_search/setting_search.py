@@ -131,21 +131,18 @@ class SettingSearch:
         """
         self.best, self.undecided, started_s = self.best_fitting(memory_bytes), set(), time.perf_counter()
         first, self._deadline_s = self.space.recompute[0], deadline_s
-        self.progress(f"bounding {counted(len(self.space.settings), 'setting')}", share[0])
+
+        def told(what: str) -> None:
+            best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
+            left = (deadline_s - time.perf_counter()) / (deadline_s - started_s)
+            self.progress(f"{best}; {what}", share[1] - (share[1] - share[0]) * left)
+
+        told(f"bounding {counted(len(self.space.settings), 'setting')}")
         for x in self.space.settings if not self.bounds else ():
             bounds = [self._weighted(self._fastest_s(x, mode), x) for mode in self._modes(x, memory_bytes)]
             self.bounds[x] = min(bounds, default=INFINITY)
         still_open = list(self.space.settings[::-1])  # of equal estimates 1F1B before GPipe, which keeps more
         still_open.sort(key=lambda x: self._weighted(self.closed_bounds(x, first).estimate_s, x))
-
-        def told(setting: Setting) -> None:
-            best = "no plan yet" if self.best is None else f"best {seconds_text(self.best.prediction.step_s)}"
-            left = (deadline_s - time.perf_counter()) / (deadline_s - started_s)
-            self.progress(
-                f"{best}; {counted(setting.num_devices, 'device')}, {setting.num_microbatches} micro-batches, "
-                f"{schedule_info(setting.schedule).title}",
-                share[1] - (share[1] - share[0]) * left,
-            )
 
         least_s = min(_LEAST_SOLVE_S, _SHARE_OF_SOLVE * (deadline_s - started_s))
         try:
@@ -165,7 +162,7 @@ class SettingSearch:
         *,
         gap: float,
         least_s: float,
-        told: Callable[[Setting], None],
+        told: Callable[[str], None],
     ) -> None:
         """Balance settings, the most promising first, until none may cost less than the best plan by more than the gap.
 
@@ -191,7 +188,8 @@ class SettingSearch:
             if self._has_risen(setting, memory_bytes):
                 continue
             is_promising = not is_promising
-            told(setting)
+            devices, title = counted(setting.num_devices, "device"), schedule_info(setting.schedule).title
+            told(f"{devices}, {setting.num_microbatches} micro-batches, {title}")
             limit_s = max(least_s, _SHARE * left_s / (len(turn) * num_ways))
             is_finished = self._balance(setting, memory_bytes, gap=gap, until=until, time_limit_s=limit_s)
             if not is_finished and until <= self.bounds[setting]:

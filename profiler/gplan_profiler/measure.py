@@ -48,7 +48,7 @@ from gplan_profiler.timing.layer_timing import NUM_ROUTED_BATCHES, MeasuredSize,
 from gplan_profiler.timing.optimizer_step import MICROBATCHES, StepSampler
 from gplan_profiler.torch_compat import torch_notes
 
-_SHARE_OF_LAYERS = 0.75  # of the progress of a profile
+_SHARE_OF_LAYERS, _SHARE_OF_STEP = 0.75, 0.15  # of the progress of a profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +149,7 @@ def measure_profile(
         if file.is_lazy:  # it cannot be run here
             loss = LossFacts(reduction=file.loss_reduction or "mean")
         else:
+            progress("running the model and its loss", 0.0)
             loss = find_loss_reduction(file, options.microbatch_sizes[0], device=options.device)
         host = HostMeter(device=options.device)
         steps = StepSampler(
@@ -157,8 +158,7 @@ def measure_profile(
 
         @cache  # once, although each bench calls it
         def sample_updates_first() -> None:
-            progress("measuring the optimizer's step", 0.0)
-            steps.sample()
+            steps.sample(lambda text, _: progress(text, 0.0))
 
         setup = Setup(
             clock=clock,
@@ -172,8 +172,7 @@ def measure_profile(
         measured, too_large = _measure_sizes(
             file, options, setup, lambda text, share: progress(text, _SHARE_OF_LAYERS * share)
         )
-        progress("measuring the optimizer's step again", _SHARE_OF_LAYERS)
-        steps.sample()
+        steps.sample(lambda text, share: progress(f"{text}, again", _SHARE_OF_LAYERS + _SHARE_OF_STEP * share))
         load = host.load()
     link = options.link or ASSUMED_GPU_LINK
     if options.link is None and is_measurable(options.device_kind):

@@ -10,6 +10,7 @@ memory is read off the allocator's record; FSDP2 reduces the gradients of many m
 # ruff: noqa: E402
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -69,6 +70,8 @@ def _numbers(version: str) -> tuple[int, int] | None:
 if problem := version_problem(str(torch.__version__)):  # before names that an old torch does not have
     raise UsageError(problem)
 
+logging.getLogger("torch.utils.flop_counter").setLevel("ERROR")  # CUDA builds warn that they count no triton kernels
+
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._profiler import _EventType as EventType
@@ -88,6 +91,7 @@ from torch.nn.utils.stateless import _reparametrize_module as reparametrize_modu
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "BatchNorm",
@@ -105,6 +109,7 @@ __all__ = [
     "RecordFunctionFast",
     "TorchDispatchMode",
     "disable_current_modes",
+    "flop_registry",
     "foreach_add_",
     "foreach_copy_",
     "functorch_config",

@@ -63,6 +63,30 @@ def test_signal_to_the_process_alone_ends_it_as_an_interrupt(tmp_path: Path, nam
     assert done.stderr.strip().splitlines() == ["interrupted; no file was left half-written"]
 
 
+def test_interrupted_profile_says_what_was_done_and_how_to_make_a_shorter_one(tmp_path: Path) -> None:
+    model = """
+import os, signal, time, torch
+def model():
+    return torch.nn.Linear(4, 4)
+def loss(output, target):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+def batches(n):
+    while True:
+        yield torch.ones(n, 4), None
+"""
+    (tmp_path / "model.py").write_text(model)
+    command = [sys.executable, "-m", "gplan", "profile", "model.py"]
+    with forking():
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ})
+    shorter = "one --microbatch-size, --contention 0 and a small --budget (ten rounds are the least) take less time"
+    assert (done.returncode, done.stdout) == (130, "")
+    assert (
+        done.stderr.strip()
+        == f"interrupted; 0% done: running the model and its loss; no profile was written; {shorter}"
+    )
+
+
 def test_interrupt_that_the_shell_ignores_stays_ignored_and_sigterm_ends(tmp_path: Path) -> None:
     sends = "[os.kill(os.getpid(), x) for x in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)]"
     (tmp_path / "model.py").write_text(MODEL.format(sends=sends))

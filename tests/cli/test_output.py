@@ -9,6 +9,8 @@ import pytest
 from gplan.cli import output
 from gplan.cli.output import print_result, progress_bar
 from gplan.reporting.text.fitted_table import FittedTable, Line
+from gplan.strategy_search.planner import balance
+from tests.made import make_profile
 
 TABLE = FittedTable(
     title="t",
@@ -47,3 +49,26 @@ def test_progress_is_of_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with progress_bar() as progress:
         progress("round 1", 0.5)
     assert not capsys.readouterr().err
+
+
+def test_interrupt_says_how_far_the_work_was() -> None:
+    with (
+        pytest.raises(KeyboardInterrupt, match=r"^25% done: round 1; no file was left half-written$"),
+        progress_bar() as progress,
+    ):
+        progress("round 0", 0.125)
+        progress("round 1", 0.25)
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt, match=r"^go on with --resume 7$"), progress_bar() as progress:
+        progress("step 7", 0.5)
+        raise KeyboardInterrupt("go on with --resume 7")
+
+
+@pytest.mark.parametrize(("schedule", "told"), [("1f1b", "no plan yet"), ("auto", "no plan yet; bounding . settings")])
+def test_interrupt_before_a_plan_was_found_says_so(schedule: str, told: str) -> None:
+    def interrupting(text: str, share: float) -> None:
+        progress(text, share)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match=rf"^0% done: {told}; no file"), progress_bar() as progress:
+        balance(make_profile([1.0] * 4), num_devices=2, schedule=schedule, num_microbatches=4, progress=interrupting)

@@ -53,7 +53,9 @@ def test_a_plan_is_priced_again_with_its_links() -> None:
     options = explain(plan, PROFILE, options_s=2.0).options
     assert options[0].outcome is not None
     assert options[0].outcome.step_s == pytest.approx(plan.prediction.step_s)
-    assert {x.reason for x in options if x.kind in ("more devices", "fewer devices")} == {"replicas fill their hosts"}
+    assert {x.reason for x in options if x.kind in ("more devices", "fewer devices")} == {
+        "replicas fill their hosts; balance with another --k"
+    }
 
 
 def test_devices_of_one_host_have_its_link_alone() -> None:

@@ -88,6 +88,13 @@ def test_recompute_always_takes_each_stage_as_one() -> None:
     assert run_export(planned(["a"], ["b"]))["ARGUMENTS"]["activation_checkpoint_interval"] == 0
 
 
+def test_layers_that_are_counted_are_listed() -> None:
+    # "takes 4 layers" did not tell which.
+    found = export(planned(["embed", "layers.0"], ["layers.1", "head"]), to="deepspeed")
+    assert '# stage 0: ["embed", "layers.0"]\n# stage 1: ["layers.1", "head"]\nPARTS = [0, 2, 4]' in found.text
+    assert "takes 4 layers, those in the comments" in found.notes[0]
+
+
 def test_skips_and_tied_weights_are_noted_with_what_to_do() -> None:
     profile = profiled("abc", values=(value(0, 1, 2), value(1, 2)), shared_weights=(shared(0, 2),))
     notes = " ".join(export(planned(["a"], ["b"], ["c"]), to="deepspeed", profile=profile).notes)

@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gplan.core import Plan, Profile
+import gplan
+from gplan.core import Plan, Profile, ValueCost
 from gplan.core.errors import UsageError
 from gplan.interop.export.exporters import Export, export
 from gplan.interop.machine_layout import layout_of
+from gplan.interop.receivers import constraints_for
 from gplan.simulation.simulator import schedule_of
 from tests.interop.planned import cut, profiled, shared, transformer, value
 
@@ -232,13 +234,35 @@ def test_the_profile_shows_blocks_that_differ_share_or_skip() -> None:
     for profile, told in (
         (
             skips,
-            "the output of layers.0 is read beyond the next layer, by layers.2; .* pass the value on .* or train with gplan run",
+            r"the output of layers.0 is read beyond layers.1, by layers.2; .* a copy of it too \(y.clone\(\)\), or train with gplan run",
         ),
         (replace(plain, shared_weights=(shared(1, 3),)), "tied.weight is shared by blocks"),
     ):
         with pytest.raises(UsageError, match=told):
             export(plan, to="megatron", profile=profile)
     assert check_layout(arguments(plan, replace(plain, values=chain))) == ["Et", "ttL"]
+
+
+def test_conditioning_made_before_the_blocks_is_not_said_to_be_computed_on_every_stage() -> None:
+    plan = cut(["embed", "condition", "layers.0", "layers.1", "head"], [3])
+    conditioning = value(1, 2, 3)
+    with_gradient = replace(conditioning, costs=(ValueCost(microbatch_size=2, num_bytes=4, gradient_bytes=4),))
+    profile = profiled(plan.layer_names, values=(value(0, 2), value(2, 3), value(3, 4), with_gradient))
+    with pytest.raises(UsageError, match=r"the output of condition is read beyond layers.0, by layers.1; .*gplan run"):
+        export(plan, to="megatron", profile=profile)
+    assert export(plan, to="megatron", profile=replace(profile, values=(conditioning,)))
+
+
+@pytest.mark.parametrize("receiver", ["megatron", "verl", "vllm"])
+def test_final_sequential_is_no_second_list_of_blocks(receiver: str) -> None:
+    names = ["embed", "layers.0", "layers.1", "head.0", "head.1", "head.2"]
+    kinds = ["Embedding", "Block", "Block", "LayerNorm", "GELU", "Linear"]
+    plan, plain = cut(names, [2]), profiled(names)
+    profile = replace(plain, layers=tuple(replace(x, kind=kind) for x, kind in zip(plain.layers, kinds, strict=True)))
+    assert gplan.balance(profile, num_devices=2, constraints=constraints_for(receiver, profile)).cuts in ((2,), (3,))
+    assert export(plan, to=receiver, profile=profile).text
+    with pytest.raises(UsageError, match=r"blocks in 2 lists \(layers, head\)"):  # of equal modules
+        export(plan, to=receiver, profile=plain)
 
 
 def of_configuration(path: Path, *, receiver: str = "megatron", **config: Any) -> tuple[Plan, Export]:

@@ -153,7 +153,7 @@ def test_the_stages_of_every_rank_are_listed() -> None:
     plan = planned(["a"], ["b"], ["c"], ["d"], schedule="looped-bfs:2")
     exec(compile(export(plan, to="pytorch").text, "exported", "exec"), names)
     assert names["STAGES"] == [[0, 2], [1, 3]]
-    assert "# stage 3 on rank 1: d" in export(plan, to="pytorch").text
+    assert '# stage 3 on rank 1: ["d"]' in export(plan, to="pytorch").text
 
 
 def test_schedules_of_several_stages_send_to_the_next_one_only() -> None:

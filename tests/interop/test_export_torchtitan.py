@@ -9,11 +9,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from gplan.core import Plan, ValueCost
+import gplan
+from gplan.core import Constraints, Plan, Profile, ValueCost
 from gplan.core.errors import UsageError
 from gplan.interop.export.exporters import export
 from tests.interop.planned import cut, cuts_of, planned, profiled, shared, transformer, value
@@ -206,6 +208,48 @@ def test_what_a_stage_does_not_get_from_its_neighbour_is_refused() -> None:
         with pytest.raises(UsageError, match=told):
             export(plan, to="torchtitan", profile=profiled("abc", values=values))
     export(plan, to="torchtitan", profile=profiled("abc", values=chain))
+    with pytest.raises(UsageError, match=r"plan again with --for torchtitan, which keeps b\.\.c on one stage$"):
+        export(planned("ab", "cd"), to="torchtitan", profile=profiled("abcd", values=(value(0, 1, 2), *chain[2:])))
+
+
+class Conditioned(nn.Module):
+    """Every block reads what is made once from a condition, and returns it with its output as it is or as a copy."""
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.condition = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(ConditionedBlock(copies=copies) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = self.condition(x)
+        for layer in self.layers:
+            x, condition = layer(x, condition)
+        return x
+
+
+class ConditionedBlock(nn.Module):
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.linear, self.copies = nn.Linear(4, 4), copies
+
+    def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x) * condition, condition.clone() if self.copies else condition
+
+
+def test_advice_for_conditioning_that_skips_layers_applies() -> None:
+    # The advice was --keep-together of all blocks. A block that passes the condition on as it is does not mend it, a copy does.
+    def made(*, copies: bool) -> tuple[Plan, Profile]:
+        given: dict[str, Any] = {"inputs": torch.ones(2, 4), "microbatch_sizes": [2], "granularity": "layer"}
+        profile = gplan.profile(Conditioned(copies=copies), **given, device="meta", hardware="cpu")
+        constraints = Constraints(cut_after=("layers.1",))
+        return gplan.balance(profile, num_devices=2, schedule="1f1b", constraints=constraints), profile
+
+    plan, profile = made(copies=False)
+    with pytest.raises(UsageError) as caught:
+        export(plan, to="torchtitan", profile=profile)
+    assert "let each layer between return a copy of it too (y.clone()), or train with gplan run" in str(caught.value)
+    plan, profile = made(copies=True)
+    assert export(plan, to="torchtitan", profile=profile).text
 
 
 def test_a_hugging_face_model_has_the_names_of_the_transformers_backend() -> None:

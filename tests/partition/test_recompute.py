@@ -309,7 +309,7 @@ def test_a_limit_that_nothing_meets_names_the_least_memory() -> None:
                            memory_bytes=50, minimize="step-time")  # fmt: skip
     error = no_plan_error(problem)
     assert isinstance(error, NoPlanError)
-    assert "the smallest memory that fits is 100 B" in str(error)
+    assert "the smallest memory that fits is --memory 100B" in str(error)
 
 
 def test_milp_refuses_to_select_layers() -> None:

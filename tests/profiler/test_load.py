@@ -312,7 +312,9 @@ def test_a_loss_without_a_gradient_is_named(tmp_path: Path, wrong: str) -> None:
     path.write_text(f"{made}    return {wrong}.sum()\n")
     loaded = load_model_file(str(path))
     output = loaded.forward(torch.ones(2, 4))
-    with pytest.raises(ModelError, match="returned a value without a gradient; expected one .* without detach"):
+    with pytest.raises(
+        ModelError, match="returned a torch.float32 tensor that has no gradient; expected one .* without detach"
+    ):
         loaded.loss(output, None)
     with torch.no_grad():
         assert loaded.loss(output, None).dim() == 0

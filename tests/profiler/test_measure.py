@@ -135,15 +135,37 @@ def test_frozen_layers_have_weights_without_gradients() -> None:
     assert found.layers[0].costs[0].output_gradient_bytes == 0
 
 
+def test_progress_rises_and_names_each_part() -> None:
+    # It stayed at 75 % without a text while memory was followed, operations counted and the optimizer's step measured again.
+    told = list[tuple[str, float]]()
+    measure_profile(mlp(), replace(OPTIONS, budget_s=0.01), progress=lambda text, share: told.append((text, share)))
+    shares = [share for _, share in told]
+    assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] < 1
+    texts = [text for text, _ in told]
+    for part in (
+        "running the model",
+        "step, round 1 of 4",
+        ", round 10",
+        "memory of the layers",
+        "operations",
+        "of 4, again",
+    ):
+        assert any(part in text for text in texts), part
+    again = [share for text, share in told if "again" in text]
+    assert len(set(again)) == len(again) == 8 and min(again) >= 0.75
+
+
 def test_wrong_inputs_are_named_with_shape() -> None:
     file = in_memory(nn.Linear(8, 4), lambda n: torch.randn(n, 9), classes)
     with pytest.raises(ModelError, match=r"fails on its inputs, \(2, 9\) float32"):
         measure_profile(file, OPTIONS)
 
 
-def test_a_loss_that_is_no_scalar_is_refused_with_its_shape() -> None:
-    file = in_memory(nn.Linear(8, 4), lambda n: torch.randn(n, 8), classes, lambda output, _: output)
-    with pytest.raises(ModelError, match=r"shape \(2, 4\); expected a scalar"):
+def test_loss_of_each_sample_alone_is_refused_with_what_to_write() -> None:
+    # "returned shape (2,); expected a scalar, ()" did not say that the samples are to be put together.
+    file = in_memory(nn.Linear(8, 4), lambda n: torch.randn(n, 8), classes, lambda output, _: output.sum(1))
+    text = r"tensor of shape \(2,\); expected a tensor with a single number for all samples together: end it with .mean\(\)"
+    with pytest.raises(ModelError, match=text):
         measure_profile(file, OPTIONS)
 
 
@@ -211,7 +233,9 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
         return F.cross_entropy(output, target).detach()
 
     file = in_memory(nn.Sequential(nn.Linear(4, 4)), lambda n: torch.randn(n, 4), classes, loss)
-    with pytest.raises(ModelError, match=r"loss in Sequential returned a value without a gradient; expected .*detach"):
+    with pytest.raises(
+        ModelError, match=r"loss in Sequential returned a torch.float32 tensor that has no gradient; expected .*detach"
+    ):
         measure_profile(file, OPTIONS)
 
 

@@ -191,6 +191,13 @@ def test_rounds_end_with_the_budget() -> None:
     assert len(short.samples["a/forward"].clean_s) == 10
 
 
+def test_progress_moves_where_a_round_takes_longer_than_the_budget() -> None:
+    # All was said to be done after the first of the ten rounds.
+    book, shares = Bookkeeper(), list[float]()
+    TimingRounds(bench_of(("a",)), book, book).sample(1e-9, lambda _index, share: shares.append(share))
+    assert shares == [x / 10 for x in range(1, 11)]
+
+
 class Drifting(Bookkeeper):
     """All layers vary by 2 % together, as on a host whose speed changes."""
 

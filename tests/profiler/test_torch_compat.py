@@ -26,6 +26,12 @@ def test_newer_torch_is_noted() -> None:
     assert "99.0.0a0" in note and newest in note
 
 
+def test_cuda_builds_do_not_warn_that_triton_was_not_found() -> None:
+    script = "import sys, torch; torch.version.cuda, sys.modules['triton'] = '13.0', None; import gplan_profiler.analytic.work_counter"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_calls_of_modules_go_through_the_replacement() -> None:
     layer, seen = nn.Linear(2, 2), list[type]()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -173,6 +174,25 @@ def test_where_nothing_fits_the_closest_is_named(wide: Profile) -> None:
         NoPlanError, match=r"no plan of \d+ settings fits 1.46 KiB per device; .* closest that was found needs"
     ):
         search(wide, total_devices=4, batch_size=32, memory_bytes=1500)
+
+
+@pytest.mark.parametrize(
+    ("dials", "memory_bytes", "text"),
+    [
+        ({"num_microbatches": "auto"}, 136, "what fits: --microbatch-size 2 --microbatches 16 --recompute always needs --memory 136B$"),
+        ({"schedule": "auto"}, 200, "of 4, 1f1b, recompute never; in 8 of --microbatch-size 2 it needs --memory 204B; smaller "
+         "micro-batches may fit: gplan profile --microbatch-size 1,2$"),
+        ({"microbatch_size": 2}, 50, "; smaller micro-batches may fit: gplan profile --microbatch-size 1,2$"),
+        ({"microbatch_size": 2}, 9, "with one layer per stage, stage 0 .layers: a. needs 68 B$"),  # by its weights alone
+    ],
+)  # fmt: skip
+def test_where_nothing_fits_smaller_micro_batches_are_named(dials: Any, memory_bytes: int, text: str) -> None:
+    # With a micro-batch size that was asked for, a search named neither smaller profiled sizes nor smaller ones to profile.
+    profile = make_profile([1.0] * 4, stash_bytes=30, weight_bytes=2, microbatch_sizes=(2, 4))
+    with pytest.raises(NoPlanError, match=text):
+        balance(
+            profile, memory_bytes=memory_bytes, num_devices=2, **{"microbatch_size": 4, "num_microbatches": 4, **dials}
+        )
 
 
 @pytest.mark.slow

@@ -31,9 +31,7 @@ from gplan.interop.export.requirements import (
 from gplan.interop.receiver_table import RECEIVERS
 from gplan.interop.receivers import decoder_of
 
-_AS_WRITTEN = (
-    "the model's layers as its author wrote them, in the plan's order, each with the operations that follow it"
-)
+_AS_WRITTEN = "those in the comments, as the model's author wrote them, each with the operations that follow it"
 
 
 def to_deepspeed(plan: Plan, profile: Profile | None) -> Written:
@@ -107,7 +105,7 @@ model = GPipe(model, balance={[x.num_layers for x in plan.stages]}, chunks={plan
 
 def to_inference(plan: Plan, profile: Profile | None, *, variable: str) -> Written:
     """One line for a shell, which sets the variable with the blocks of every stage."""
-    decoder = decoder_of(plan.layer_names, "the receiver")  # as was checked
+    decoder = decoder_of(plan.layer_names, "the receiver", profile)  # as was checked
     counts = [decoder.counts(stage.first_layer, stage.end_layer)[0] for stage in plan.stages]
     tensor = f" --tensor-parallel-size {widths['tensor']}" if (widths := computed_widths(profile)) else ""
     notes = (

@@ -47,7 +47,7 @@ _TITLE = RECEIVERS["megatron"].title
 
 def to_megatron(plan: Plan, profile: Profile | None) -> Written:
     """Arguments for a shell, one on a line."""
-    decoder, widths = decoder_of(plan.layer_names, _TITLE), computed_widths(profile)
+    decoder, widths = decoder_of(plan.layer_names, _TITLE, profile), computed_widths(profile)
     _check_prediction(plan, decoder)
     kinds = [profile.layers[i].kind for i in decoder.blocks] if profile is not None and widths else []
     num_parts = _num_blocks(plan, decoder)
@@ -125,7 +125,7 @@ def _order(profile: Profile | None) -> str | None:
 
 def to_verl(plan: Plan, profile: Profile | None) -> Written:
     """Overrides for verl's command line: those of the actor; the reference model has the same under `ref`."""
-    decoder = decoder_of(plan.layer_names, RECEIVERS["verl"].title)
+    decoder = decoder_of(plan.layer_names, RECEIVERS["verl"].title, profile)
     _check_prediction(plan, decoder)
     actor = "actor_rollout_ref.actor.megatron"
     overrides = {"pipeline_model_parallel_layout": f'"{layout_of(plan, decoder)}"'}

@@ -99,7 +99,7 @@ _AUTOMODEL_SIZES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data
 def to_automodel(plan: Plan, profile: Profile | None) -> Written:
     """Python: `PIPELINE`, a PipelineConfig."""
     schedule = torch_schedule(plan)
-    first_block = plan.layer_names[decoder_of(plan.layer_names, RECEIVERS["automodel"].title).blocks.start]
+    first_block = plan.layer_names[decoder_of(plan.layer_names, RECEIVERS["automodel"].title, profile).blocks.start]
     stages = _stage_modules(plan, str, everywhere=f"{first_block.rpartition('layers.')[0]}{ROTARY}")
     lists = "".join(f"        {quoted(names)},\n" for names in stages)
     order = f'    pp_schedule="{schedule.name or _schedule_for_file(plan)}",\n'

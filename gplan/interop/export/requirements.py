@@ -43,13 +43,11 @@ def split_weights(plan: Plan, profile: Profile | None) -> tuple[str, ...]:
 
 
 def stage_comments(plan: Plan, *, what: str) -> str:
-    """A comment line for every stage: its layers, and its rank if devices hold several stages."""
+    """A comment line for every stage: its layers in order, and its rank if devices hold several stages."""
     comments = []
     for x, device in zip(plan.stages, plan.devices, strict=True):
         place = f" on rank {device}" if plan.num_stages > plan.num_devices else ""
-        first, last = (json.dumps(x.layer_names[i])[1:-1] for i in (0, -1))  # a line break would end the comment
-        layers = first + (f" to {last}, {x.num_layers} layers" if x.num_layers > 1 else "")
-        comments.append(f"# {what} {x.index}{place}: {layers}")
+        comments.append(f"# {what} {x.index}{place}: {json.dumps(x.layer_names)}")  # a line break would end the comment
     return "\n".join(comments)
 
 

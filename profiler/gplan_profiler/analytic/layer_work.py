@@ -40,8 +40,6 @@ from gplan_profiler.torch_compat import FakeTensor, FakeTensorMode, TorchDispatc
 class StandInMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces real operands, such as targets and constants, by fake ones."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from gplan.core import OperationKind, Work
 from gplan_profiler.analytic.hardware import PRODUCTS
 from gplan_profiler.analytic.roofline import Operation
 from gplan_profiler.analytic.shapes import AttentionShape, Direction, Layout, MatmulShape, Shape, dtype_name
 from gplan_profiler.memory.allocations import storage_key, tensors_in
-from gplan_profiler.torch_compat import HigherOrderOperator, TorchDispatchMode
+from gplan_profiler.torch_compat import HigherOrderOperator, TorchDispatchMode, flop_registry
 
 _ATEN = torch.ops.aten
 _MATMULS = {
@@ -51,8 +50,6 @@ _LAYOUTS: dict[tuple[bool, bool], Layout] = {
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations inside the block, each with its time on the clock `now`."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, now: Callable[[], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -64,8 +64,6 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     derivatives (of binary cross-entropy) avoid in-place operations and need one more temporary tensor.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ticks = count()

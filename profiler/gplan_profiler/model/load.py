@@ -51,7 +51,6 @@ Batch: TypeAlias = tuple[Any, Any]  # inputs as the model is called with, target
 Returned = TypeVar("Returned")
 
 _KINDS: dict[type, str] = {
-    Tensor: "a scalar tensor",
     torch.optim.Optimizer: "a torch.optim.Optimizer",
     LRScheduler: "a torch.optim.lr_scheduler.LRScheduler",
 }
@@ -130,17 +129,9 @@ class ModelFile:
     def loss(self, output: Any, target: Any) -> Tensor:
         """The loss of one micro-batch, checked to be a scalar tensor."""
         with autocast(self.precision, self._device_type):
-            value = self._call("loss", output, target, expected=Tensor)
-        if value.dim() != 0:
-            shape = tuple(value.shape)
-            raise ModelError(f"loss in {self.name} returned shape {shape}; expected a scalar, (); use .mean()")
+            value = self._call("loss", output, target, expected=object)
         has_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(output))
-        if torch.is_grad_enabled() and has_gradient and not value.requires_grad:
-            raise ModelError(
-                f"loss in {self.name} returned a value without a gradient; expected one that is computed from the model's "
-                "output without detach(), item(), argmax() or no_grad()"
-            )
-        return value
+        return checked_loss(value, what=f"loss in {self.name}", trains=torch.is_grad_enabled() and has_gradient)
 
     def optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         """The file's optimizer over some of the model's parameters."""
@@ -354,7 +345,12 @@ def _built_file(model: nn.Module, *, name: str, **fields: Any) -> ModelFile:
     with random_state_kept(), suppress(Exception):  # an error is reported when the batches or the model are needed
         batch = next(iter(file.functions["batches"](1)))
         if not isinstance(batch, Mapping) and batch[1] is not None:
-            loss_of_output(_output_without_training(file, batch[0]))
+            mode, inputs = fake_mode_of(file.model), batch[0]
+            if mode is not None:  # a model without weights
+                inputs = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
+            with model_state_restored(file.model), torch.no_grad(), mode or nullcontext():
+                file.model.eval()
+                loss_of_output(file.forward(inputs))
             notes = (
                 *notes,
                 f"{file.name} defines no loss: the model returns one, and the targets of batches are not used",
@@ -363,14 +359,19 @@ def _built_file(model: nn.Module, *, name: str, **fields: Any) -> ModelFile:
     return file
 
 
-def _output_without_training(file: ModelFile, inputs: Any) -> Any:
-    """The model's output in evaluation mode; of a model without weights, fake tensors."""
-    mode = fake_mode_of(file.model)
-    if mode is not None:
-        inputs = pytree.tree_map_only(Tensor, mode.from_tensor, inputs)
-    with model_state_restored(file.model), torch.no_grad(), mode or nullcontext():
-        file.model.eval()
-        return file.forward(inputs)
+def checked_loss(loss: Any, *, what: str, trains: bool) -> Tensor:
+    """Return a loss that is a scalar tensor and, if it `trains`, has a gradient; raises ModelError for anything else."""
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        found = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ModelError(
+            f"{what} returned a {found}; expected a tensor with a single number for all samples together: end it with .mean()"
+        )
+    if trains and not (loss.requires_grad and loss.is_floating_point()):
+        raise ModelError(
+            f"{what} returned a {loss.dtype} tensor that has no gradient; expected one computed from the model's output "
+            "without detach(), item(), argmax() or no_grad()"
+        )
+    return loss
 
 
 def loss_of_output(output: Any, _target: object = None) -> Tensor:

@@ -59,6 +59,7 @@ from gplan_profiler.torch_compat import pytree
 
 _SAME_LOSS = 1e-3  # share by which a loss may differ by the order of operations
 _BATCHES_OF_LOSS_CHECK = 16  # a batch may have none of the tensors whose size depends on data
+_SHARE_OF_ROUNDS = 0.9  # of the progress of one micro-batch size; the rest is for bytes and operations
 _SHARE_RUNS = 3  # whose median is the share of a forward that is run again
 NUM_ROUTED_BATCHES = 4  # on which the layers of a model with routed ones are measured
 _CHECKPOINTING_LEFT_OUT = "the model checkpoints parts of itself: that is left out of its layers and of the whole model, and --recompute decides"
@@ -150,12 +151,15 @@ def _measure_together(subject: _Subject, setup: Setup, progress: Progress) -> Me
     data = subject.inputs, subject.target, others
     bench = bench_of_chain(subject.file, subject.chain, subject.keys, *data, sends=setup.device == "cpu")
     allocate_gradients(subject.file.model)
-    sampled, notes = _sampled(bench, subject, setup, progress)
+    what = f"micro-batch size {subject.microbatch_size}"
+    sampled, notes = _sampled(bench, subject, setup, lambda text, share: progress(text, _SHARE_OF_ROUNDS * share))
     samples = sampled.samples
+    progress(f"{what}: following the memory of the layers", _SHARE_OF_ROUNDS)
     memories = measure_bytes(bench.layers, bench.inputs, bench.loss, device=setup.device)
     if any(samples(f"{key}/input gradient").timing().num_samples for key in bench.keys):
         halves = measure_halves(bench.layers, bench.inputs, bench.loss, device=setup.device)
         memories = tuple(replace(x, halves=y) for x, y in zip(memories, halves, strict=True))
+    progress(f"{what}: counting the operations", (1 + _SHARE_OF_ROUNDS) / 2)
     try:
         analyses: Sequence[LayerAnalysis | None] = analyse(bench.layers, bench.inputs, bench.loss)
     except ModelError:  # fake tensors have no values

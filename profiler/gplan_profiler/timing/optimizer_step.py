@@ -22,6 +22,7 @@ from torch import nn
 
 from gplan.core import StepCost
 from gplan.core.errors import ModelError
+from gplan.core.progress import Progress, no_progress, part
 from gplan_profiler.memory.allocations import gradient_bytes, now_ns, optimizer_state_bytes, traced_allocations
 from gplan_profiler.model.error_location import describe
 from gplan_profiler.model.load import ModelFile
@@ -70,13 +71,16 @@ class _Steps:
             self.make_gradients()
         self.optimizer.step()
 
-    def rounds(self, others: Sequence[Neighbours], alone: Samples, zeroing: Samples) -> list[list[float]]:
+    def rounds(
+        self, others: Sequence[Neighbours], alone: Samples, zeroing: Samples, progress: Progress
+    ) -> list[list[float]]:
         """Time a step alone, then one beside each of `others`, some times. Returns for each of them the ratios to alone.
 
         The steps alone are added to `alone` and `zeroing`.
         """
         found: list[list[float]] = [[] for _ in others]
-        for _ in range(_NUM_ROUNDS):
+        for index in range(_NUM_ROUNDS):
+            progress(f"measuring the optimizer's step, round {index + 1} of {_NUM_ROUNDS}", index / _NUM_ROUNDS)
             own = Samples()
             self.clock.flush()  # a GPU that still reads would hide how long the launches of a step take
             self.once(own, zeroing)
@@ -142,7 +146,7 @@ class StepSampler:
         }
         return tuple(note for note, holds in found.items() if holds)
 
-    def sample(self) -> None:
+    def sample(self, progress: Progress = no_progress) -> None:
         """Sample two series of rounds, and between them the updates of each shape.
 
         Does nothing without an optimizer or without weights to train.
@@ -161,10 +165,10 @@ class StepSampler:
             others = [stack.enter_context(neighbours(self._shares, *work)) for work in works]
             if others:  # the first step after a fork copies the pages that both processes have
                 steps.once(Samples(), Samples())
-            self._ratios.append(steps.rounds(others, self._alone, self._zeroing))
+            self._ratios.append(steps.rounds(others, self._alone, self._zeroing, part(progress, 0, 2)))
             for some in (*self._tiny, *self._shapes):
                 self._sample_alike(some)
-            self._ratios.append(steps.rounds(others, self._alone, self._zeroing))
+            self._ratios.append(steps.rounds(others, self._alone, self._zeroing, part(progress, 1, 2)))
             self._has_failed |= not all(x.are_alive for x in others)
         if self._without_times is None:
             self._without_times = self._cost_without_times(steps)

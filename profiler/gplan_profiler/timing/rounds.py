@@ -235,7 +235,7 @@ class TimingRounds:
             self._clock.flush()
             self._add_excesses(added)
             spent = (time.monotonic() - start_s) / budget_s
-            report(index + 1, min(1.0, max(spent, (index + 1) / _MOST_ROUNDS)))
+            report(index + 1, min((index + 1) / _LEAST_ROUNDS, max(spent, (index + 1) / _MOST_ROUNDS), 1.0))
 
     def _recomputed(self, samples: Samples, *inputs: Tensor) -> Tensors:
         """The one stage with recompute; the second run is timed."""

@@ -100,12 +100,12 @@ def stepped(loss: Any, *, num_devices: int = 2) -> Callable[[], object]:
     [
         (
             lambda x, y: (x - y).sum(1),
-            r"the loss gave shape \(2,\); expected a scalar tensor, such as that of .mean\(\)",
+            r"the loss returned a tensor of shape \(2,\); expected a tensor with a single number for all samples together: end it with .mean\(\)",
         ),
-        (lambda x, y: mean_loss(x, y).reshape(1), r"the loss gave shape \(1,\)"),
-        (lambda x, y: None, "the loss gave a NoneType; expected a scalar tensor"),
-        (lambda x, y: mean_loss(x, y).item(), "the loss gave a float; expected a scalar tensor"),
-        (lambda x, y: (mean_loss(x, y), x), "the loss gave a tuple"),
+        (lambda x, y: mean_loss(x, y).reshape(1), r"the loss returned a tensor of shape \(1,\)"),
+        (lambda x, y: None, "the loss returned a NoneType; expected a tensor with a single number"),
+        (lambda x, y: mean_loss(x, y).item(), "the loss returned a float; expected a tensor with a single number"),
+        (lambda x, y: (mean_loss(x, y), x), "the loss returned a tuple"),
         (lambda x, y: mean_loss(x, y).detach(), r"has no gradient; expected .* without detach\(\)"),
         (lambda x, y: x.argmax(), "torch.int64 tensor that has no gradient"),
         (lambda x, y: mean_loss(x, y) + 0j, "torch.complex64 tensor that has no gradient"),
