@@ -36,6 +36,7 @@ WORKSPACE_BYTES = 32 * 2**20
 Allocator = TypeVar("Allocator", bound=CachingAllocator)
 
 _MOST_EXCESS = 2  # times the largest excess of other devices: a device is taken to reserve no more beyond its peak
+_ALWAYS = 3  # devices are replayed at least
 _MORE = 4  # micro-batches than devices are replayed
 
 
@@ -70,17 +71,18 @@ def beside_bytes(profile: Profile) -> int:
 def bytes_over(plan: Plan, profile: Profile, limit: int) -> int:
     """How much too little memory devices of so many bytes have for a plan; 0 or less where it fits.
 
-    Replays the first and the last device, then the others by falling peak, and stops when the next peak plus twice the largest
-    excess so far is below the largest reservation. The factor of two is assumed, so this is no bound. Negative where the tensors of
-    layers are not known.
+    Replays the first device, the last and the fullest, then others by falling peak, and stops when the next peak plus twice the
+    largest excess so far is below the limit, or the largest reservation. The factor of two is assumed, so this is no bound. Negative
+    where the tensors of layers are not known.
     """
-    peaks = plan.device_peak_bytes
+    peaks, beside = plan.device_peak_bytes, beside_bytes(profile)
     most = excess = 0
-    for device in dict.fromkeys([0, len(peaks) - 1, *sorted(range(len(peaks)), key=lambda x: -peaks[x])]):
-        if peaks[device] + _MOST_EXCESS * excess > most:
+    by_peak = sorted(range(len(peaks)), key=lambda x: -peaks[x])
+    for number, device in enumerate(dict.fromkeys([0, len(peaks) - 1, *by_peak])):
+        if number < _ALWAYS or peaks[device] + _MOST_EXCESS * excess > max(most, limit - beside):
             reserved = sum(device_reserved_bytes(plan, profile, [device]))
             most, excess = max(most, reserved), max(excess, reserved - peaks[device])
-    return most + beside_bytes(profile) - limit
+    return most + beside - limit
 
 
 def device_reserved_bytes(plan: Plan, profile: Profile, devices: Sequence[int] | None = None) -> tuple[int, ...]:

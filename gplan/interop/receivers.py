@@ -309,9 +309,10 @@ def _check_blocks(decoder: DecoderLayers, profile: Profile | None, title: str) -
         maker = value.producer
         if maker is None or maker >= decoder.blocks.stop or is_remade(names, value):
             continue
-        next_layer, reader = max(maker + 1, decoder.blocks.start), value.consumers[-1]
-        if reader > next_layer and (maker in decoder.blocks or reader in decoder.blocks):
-            where = f"by {names[reader]}" if reader < len(names) else "as an output of the model"
+        next_layer = max(maker + 1, decoder.blocks.start)
+        later = [x for x in value.consumers if x > next_layer and (maker in decoder.blocks or x in decoder.blocks)]
+        if later:
+            where = f"by {names[later[-1]]}" if later[-1] < len(names) else "as an output of the model"
             raise UsageError(
                 f"the output of {names[maker]} is read beyond {names[next_layer]}, {where}; {title} gives a block nothing but the "
                 f"output of the block before it: {_PASSED_ON}"

@@ -217,7 +217,7 @@ def test_options_out_of_time() -> None:
 
 def test_infeasible_option_names_the_memory() -> None:
     found = tried(make_profile([1.0, 1.0], weight_bytes=10), setting(memory_bytes=40))
-    assert "the smallest memory that fits is 80 B" in found["fewer devices"][0].reason
+    assert "the smallest memory that fits is --memory 80B" in found["fewer devices"][0].reason
 
 
 def test_every_replica_has_its_share_of_the_batch() -> None:
